@@ -1,0 +1,70 @@
+// Build-time choices: CUFLASH_* macros from the generated entry file become typed constants. Every macro has a default, so that
+// each .cu compiles alone; nothing below this header looks at a macro.
+#pragma once
+
+#define CUFLASH_FLOAT16 1
+#define CUFLASH_BFLOAT16 2
+#define CUFLASH_FLOAT32 3
+#define CUFLASH_FLOAT64 4
+
+#ifndef CUFLASH_DTYPE
+#define CUFLASH_DTYPE CUFLASH_FLOAT32
+#endif
+#ifndef CUFLASH_OUT_DTYPE
+#define CUFLASH_OUT_DTYPE CUFLASH_DTYPE
+#endif
+#ifndef CUFLASH_BIAS_DTYPE  // 0: the call has no bias
+#define CUFLASH_BIAS_DTYPE 0
+#endif
+#ifndef CUFLASH_HEAD_DIM
+#define CUFLASH_HEAD_DIM 64
+#endif
+#ifndef CUFLASH_HEAD_DIM_V
+#define CUFLASH_HEAD_DIM_V CUFLASH_HEAD_DIM
+#endif
+#ifndef CUFLASH_BLOCK_M
+#define CUFLASH_BLOCK_M 64
+#endif
+#ifndef CUFLASH_BLOCK_N
+#define CUFLASH_BLOCK_N 64
+#endif
+#ifndef CUFLASH_THREADS
+#define CUFLASH_THREADS 128
+#endif
+#ifndef CUFLASH_MIN_BLOCKS
+#define CUFLASH_MIN_BLOCKS 1
+#endif
+#ifndef CUFLASH_MASK
+#define CUFLASH_MASK 0
+#endif
+#ifndef CUFLASH_SOFTCAP
+#define CUFLASH_SOFTCAP 0
+#endif
+#ifndef CUFLASH_VARLEN
+#define CUFLASH_VARLEN 0
+#endif
+#ifndef CUFLASH_ALIGNMENT
+#define CUFLASH_ALIGNMENT 16
+#endif
+
+namespace cuflash {
+
+constexpr int kDtype = CUFLASH_DTYPE;
+constexpr int kOutDtype = CUFLASH_OUT_DTYPE;
+constexpr int kBiasDtype = CUFLASH_BIAS_DTYPE;
+// Head dimensions as the tiles hold them; the arrays' own may be smaller and the rest is zero.
+constexpr int kHeadDim = CUFLASH_HEAD_DIM;
+constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;
+constexpr int kBlockM = CUFLASH_BLOCK_M;
+constexpr int kBlockN = CUFLASH_BLOCK_N;
+constexpr int kThreads = CUFLASH_THREADS;
+constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
+constexpr bool kHasMask = CUFLASH_MASK;
+constexpr bool kHasSoftcap = CUFLASH_SOFTCAP;
+constexpr bool kVarlen = CUFLASH_VARLEN;
+// 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.
+constexpr int kAlignment = CUFLASH_ALIGNMENT;
+constexpr bool kVectorLoads = kAlignment == 16;
+constexpr bool kAlignedElements = kAlignment != 1;
+
+}  // namespace cuflash

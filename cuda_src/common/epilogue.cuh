@@ -1,0 +1,58 @@
+// The end of a row: sink, normalisation, log-sum-exp, conversion and store.
+#pragma once
+
+#include "common/sequence.cuh"
+#include "common/softmax.cuh"
+
+namespace cuflash {
+
+struct FinishedRow {
+    Accumulator multiplier;  // for the unnormalised output, before the division
+    Accumulator divisor;     // 1 for a row that sees no key, whose output is 0 already
+    Accumulator lse;
+};
+
+// `row_sum` is the sum over all keys, relative to `row_max`.
+__device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row, Accumulator row_max, Accumulator row_sum) {
+    Accumulator multiplier = 1;
+    if (tile.sinks) {
+        const Accumulator sink = load_float(tile.sinks + row.head * params.sink_strides.head, params.sink_dtype);
+        const Accumulator new_max = sink > row_max || sink != sink ? sink : row_max;
+        const Accumulator subtract = finite_maximum(new_max);
+        multiplier = exponential(row_max - subtract);
+        row_sum = multiply_add(row_sum, multiplier, exponential(sink - subtract));
+        row_max = new_max;
+    }
+    const bool sees_nothing = row_sum == 0;
+    return {multiplier, sees_nothing ? Accumulator(1) : row_sum, sees_nothing ? -infinity() : row_max + logarithm(row_sum)};
+}
+
+__device__ __forceinline__ char* output_row(const AttentionParams& params, const TileMap& tile, const Row& row) {
+    return tile.out + row.head * params.out_strides.head + row.query * params.out_strides.row;
+}
+
+// Stores the lse if the caller wants it. Called by one lane per row.
+__device__ __forceinline__ void store_lse(const AttentionParams& params, const TileMap& tile, const Row& row, Accumulator lse) {
+    if (tile.lse) store_bits(tile.lse + row.head * params.lse_strides.head + row.query * params.lse_strides.row, lse);
+}
+
+// Stores kCount neighbouring features from `column` on.
+template <int kCount>
+__device__ __forceinline__ void store_output(const AttentionParams& params, char* row, int column, const Accumulator (&values)[kCount]) {
+    struct alignas(kCount * sizeof(OutElement)) Packed { OutElement elements[kCount]; };
+    if constexpr (kVectorLoads && (kCount & (kCount - 1)) == 0 && sizeof(Packed) <= 16) {
+        if (column + kCount <= params.head_dim_v) {
+            Packed packed;
+#pragma unroll
+            for (int e = 0; e < kCount; ++e) packed.elements[e] = to_output(values[e]);
+            *reinterpret_cast<Packed*>(row + column * static_cast<int>(sizeof(OutElement))) = packed;
+            return;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (column + e < params.head_dim_v) store_bits(row + (column + e) * params.out_strides.column, to_output(values[e]));
+    }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,118 @@
+// Element types, the accumulator type, and loads and stores that convert between them.
+#pragma once
+
+#include "common/config.cuh"
+#include "ptx/convert.cuh"
+
+namespace cuflash {
+
+// Bits of an array element; arithmetic happens in Accumulator.
+template <int dtype> struct ElementOf;
+template <> struct ElementOf<CUFLASH_FLOAT16> { using Type = unsigned short; };
+template <> struct ElementOf<CUFLASH_BFLOAT16> { using Type = unsigned short; };
+template <> struct ElementOf<CUFLASH_FLOAT32> { using Type = float; };
+template <> struct ElementOf<CUFLASH_FLOAT64> { using Type = double; };
+
+template <int dtype> struct AccumulatorOf { using Type = float; };
+template <> struct AccumulatorOf<CUFLASH_FLOAT64> { using Type = double; };
+
+using Element = ElementOf<kDtype>::Type;
+using OutElement = ElementOf<kOutDtype>::Type;
+using Accumulator = AccumulatorOf<kDtype>::Type;
+
+__device__ __forceinline__ Accumulator infinity() {
+    if constexpr (sizeof(Accumulator) == 8) return __longlong_as_double(0x7ff0000000000000LL);
+    else return __int_as_float(0x7f800000);
+}
+
+__device__ __forceinline__ float exponential(float x) { return expf(x); }
+__device__ __forceinline__ double exponential(double x) { return exp(x); }
+__device__ __forceinline__ float logarithm(float x) { return logf(x); }
+__device__ __forceinline__ double logarithm(double x) { return log(x); }
+__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
+__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
+__device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+// Reads a value of type T that may lie on any address when the call has unaligned arrays.
+template <typename T>
+__device__ __forceinline__ T load_bits(const char* address) {
+    if constexpr (kAlignedElements) {
+        return *reinterpret_cast<const T*>(address);
+    } else {
+        T value;
+        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) reinterpret_cast<char*>(&value)[i] = address[i];
+        return value;
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ void store_bits(char* address, T value) {
+    if constexpr (kAlignedElements) {
+        *reinterpret_cast<T*>(address) = value;
+    } else {
+        for (int i = 0; i < static_cast<int>(sizeof(T)); ++i) address[i] = reinterpret_cast<const char*>(&value)[i];
+    }
+}
+
+// Widens (or, for an option wider than the accumulator, rounds) the bits of one element.
+template <int dtype>
+__device__ __forceinline__ Accumulator widen(typename ElementOf<dtype>::Type bits) {
+    if constexpr (dtype == CUFLASH_FLOAT16) return float_from_half_bits(bits);
+    else if constexpr (dtype == CUFLASH_BFLOAT16) return float_from_bfloat16_bits(bits);
+    else return static_cast<Accumulator>(bits);
+}
+
+template <int dtype>
+__device__ __forceinline__ Accumulator load_as(const char* address) {
+    return widen<dtype>(load_bits<typename ElementOf<dtype>::Type>(address));
+}
+
+// The same for options whose type is known only at run time (one value per head).
+__device__ __forceinline__ Accumulator load_float(const char* address, int dtype) {
+    switch (dtype) {
+        case CUFLASH_FLOAT16: return load_as<CUFLASH_FLOAT16>(address);
+        case CUFLASH_BFLOAT16: return load_as<CUFLASH_BFLOAT16>(address);
+        case CUFLASH_FLOAT32: return load_as<CUFLASH_FLOAT32>(address);
+        default: return load_as<CUFLASH_FLOAT64>(address);
+    }
+}
+
+// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range saturate.
+__device__ __forceinline__ long long load_integer(const char* address, int size) {
+    switch (size) {
+        case -1: return load_bits<signed char>(address);
+        case 1: return load_bits<unsigned char>(address);
+        case -2: return load_bits<short>(address);
+        case 2: return load_bits<unsigned short>(address);
+        case -4: return load_bits<int>(address);
+        case 4: return load_bits<unsigned int>(address);
+        case -8: return load_bits<long long>(address);
+        default: {
+            const unsigned long long value = load_bits<unsigned long long>(address);
+            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
+        }
+    }
+}
+
+// Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is exact.
+__device__ __forceinline__ float narrow_to_odd(double value) {
+    const float truncated = __double2float_rz(value);
+    const bool exact = static_cast<double>(truncated) == value || value != value;
+    return exact ? truncated : __uint_as_float(__float_as_uint(truncated) | 1u);
+}
+__device__ __forceinline__ float narrow_to_odd(float value) { return value; }
+
+__device__ __forceinline__ OutElement to_output(Accumulator value) {
+    if constexpr (kOutDtype == CUFLASH_FLOAT16) return half_bits_from_float(narrow_to_odd(value));
+    else if constexpr (kOutDtype == CUFLASH_BFLOAT16) return bfloat16_bits_from_float(narrow_to_odd(value));
+    else return static_cast<OutElement>(value);
+}
+
+// The largest vector that one load or store instruction moves.
+struct __align__(16) Vector16 { Accumulator values[16 / sizeof(Accumulator)]; };
+struct __align__(16) Elements16 { Element values[16 / sizeof(Element)]; };
+
+}  // namespace cuflash

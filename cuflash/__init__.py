@@ -1,0 +1,37 @@
+"""Fused tiled attention for CuPy arrays, and for NumPy arrays on machines without a GPU.
+
+The N x N matrix of scores is never stored. See `attention`; `python -m cuflash doctor` says what this machine can do.
+"""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"
+
+from . import reference
+from .dense import attention
+from .explain import Explanation, explain, show_config, warmup
+from .knobs import options
+from .varlen import attention_varlen
+
+__all__ = ["Explanation", "attention", "attention_varlen", "explain", "options", "reference", "show_config", "warmup"]
+
+
+def _compile_at_import() -> None:
+    from . import knobs
+
+    mode = knobs.read("CUFLASH_COMPILE")
+    if mode not in ("import", "lazy"):
+        import warnings
+
+        warnings.warn(f"CUFLASH_COMPILE is {mode!r}, expected 'import' or 'lazy'; taken as 'import'", stacklevel=3)
+    if mode == "lazy":
+        return
+    from .explain import driver_installed
+
+    if driver_installed():
+        from .core import compile_core_kernels
+
+        compile_core_kernels()
+
+
+_compile_at_import()

@@ -1,0 +1,233 @@
+"""Arrays as callers pass them, read without importing the library they come from.
+
+`inspect` turns a NumPy array, a CuPy array, or any object with `__dlpack__` or `__cuda_array_interface__` on a GPU into
+an `ArrayInfo`, `stand_in` something with `shape`, `dtype` and maybe `strides`. This is the one place that knows array
+libraries.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from typing import Any, NamedTuple, NoReturn
+
+import ml_dtypes
+import numpy as np
+
+HOST = -1
+"""`ArrayInfo.device` of NumPy arrays; GPU arrays hold their CUDA device number."""
+
+DTYPE_NAMES = {
+    np.dtype(np.float16): "float16",
+    np.dtype(ml_dtypes.bfloat16): "bfloat16",
+    np.dtype(np.float32): "float32",
+    np.dtype(np.float64): "float64",
+    np.dtype(np.bool_): "bool",
+    **{np.dtype(name): name for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")},
+}
+"""Element types that some argument accepts; anything else (byte-swapped, complex, ...) is refused by name."""
+
+FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
+INTEGER_NAMES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class ArrayInfo(NamedTuple):
+    """What the rest of the package needs to know of an array."""
+
+    array: Any
+    """The NumPy or CuPy array (None for a stand-in)."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Bytes from element to element, one per axis."""
+    dtype: str
+    """A name of `DTYPE_NAMES`, or, for anything else, the printed dtype."""
+    pointer: int
+    device: int
+    """CUDA device number, or `HOST`."""
+    writeable: bool
+
+
+def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a C-ordered array."""
+    strides = []
+    step = itemsize
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def strides_like(shape: tuple[int, ...], like: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    """Byte strides of a new array of `shape` whose axes lie in memory in the order given by the strides `like`.
+
+    As in `np.empty_like`, but axes without an order of their own (length 1, or stride 0 from broadcasting) keep their
+    place.
+    """
+    ordered = [axis for axis, length in enumerate(shape) if length > 1 and like[axis] != 0]
+    by_stride = sorted(ordered, key=lambda axis: -abs(like[axis]))
+    if ordered == by_stride:
+        return contiguous_strides(shape, itemsize)
+    memory_order = list(range(len(shape)))
+    for place, axis in zip(ordered, by_stride, strict=True):
+        memory_order[place] = axis
+    packed = contiguous_strides(tuple(shape[axis] for axis in memory_order), itemsize)
+    strides = [0] * len(shape)
+    for axis, stride in zip(memory_order, packed, strict=True):
+        strides[axis] = stride
+    return tuple(strides)
+
+
+def cupy_ndarray() -> type | None:
+    """CuPy's array type if CuPy has been imported by anyone, else None."""
+    cupy = sys.modules.get("cupy")
+    return getattr(cupy, "ndarray", None)
+
+
+def inspect(name: str, x: Any) -> ArrayInfo:
+    """Read one argument; TypeError, with its name, for what is not an array that cuflash takes."""
+    if type(x) is ArrayInfo:
+        return x
+    if isinstance(x, np.ndarray):
+        return _inspect_numpy(name, x)
+    gpu_type = cupy_ndarray()
+    if gpu_type is not None and isinstance(x, gpu_type):
+        return _inspect_cupy(x)
+    return _inspect_foreign(name, x)
+
+
+def _refuse(name: str, got: str, hint: str = "") -> NoReturn:
+    raise TypeError(f"{name} is {got}, expected a NumPy or CuPy array, or a GPU array with __dlpack__{hint}")
+
+
+def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
+    if isinstance(x, np.ma.MaskedArray):
+        _refuse(name, "a numpy.ma.MaskedArray", "; pass x.filled(...) and, for hidden keys, mask=")
+    if isinstance(x, np.matrix):
+        _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
+    dtype = DTYPE_NAMES.get(x.dtype) or str(x.dtype)
+    if not x.dtype.isnative:
+        dtype = f"{x.dtype} (byte-swapped)"
+    pointer = x.__array_interface__["data"][0]
+    return ArrayInfo(np.asarray(x), x.shape, x.strides, dtype, pointer, HOST, x.flags.writeable)
+
+
+def _inspect_cupy(x: Any, writeable: bool = True) -> ArrayInfo:
+    dtype = DTYPE_NAMES.get(x.dtype) or str(x.dtype)
+    data = x.data
+    return ArrayInfo(x, x.shape, x.strides, dtype, data.ptr, data.device_id, writeable)
+
+
+def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
+    kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
+    if hasattr(x, "__dlpack_device__"):
+        try:
+            device_type = int(x.__dlpack_device__()[0])
+        except Exception:  # raised for devices that DLPack has no number for
+            device_type = 0
+        if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
+            return _import_gpu_array(name, x, kind)
+        _refuse(name, f"a {kind} that is not on a CUDA device", "; for CPU data pass np.asarray(x)")
+    if hasattr(x, "__cuda_array_interface__"):
+        return _import_gpu_array(name, x, kind)
+    if isinstance(x, (list, tuple)):
+        _refuse(name, f"a {type(x).__name__}", "; pass np.asarray(x)")
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if type(shape) is tuple and dtype is not None and not isinstance(x, np.generic):
+        raise TypeError(f"{name} is a {kind} without data: stand-ins are for explain() and warmup()")
+    builtin = type(x).__module__ == "builtins"
+    _refuse(name, f"{x!r}" if builtin and len(repr(x)) < 40 else f"a {kind}")
+
+
+def _import_gpu_array(name: str, x: Any, kind: str) -> ArrayInfo:
+    try:
+        import cupy
+    except ImportError as error:
+        raise TypeError(f"{name} is a {kind} on a GPU, which needs CuPy: pip install 'cuflash[cuda13]'") from error
+    try:
+        interface = x.__cuda_array_interface__
+    except Exception:  # raised for dtypes the interface cannot say (bfloat16), and for tensors that track gradients
+        interface = None
+    try:
+        # DLPack first: it names bfloat16, and it orders the two libraries' streams.
+        array = cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
+    except Exception as error:
+        raise TypeError(f"{name} is a {kind} that could not be taken as a GPU array: {error}") from error
+    return _inspect_cupy(array, writeable=interface is None or not interface["data"][1])
+
+
+def stand_in(name: str, x: Any, device: int) -> ArrayInfo:
+    """Read the description of an array: anything with `shape` and `dtype`, `strides` in bytes where it has them."""
+    if isinstance(x, np.ndarray):
+        return inspect(name, x)._replace(device=device)
+    shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
+    if shape is None or dtype is None:
+        return inspect(name, x)
+    try:
+        shape = tuple(operator.index(length) for length in shape)
+        dtype = np.dtype(dtype)
+        strides = getattr(x, "strides", None)
+        strides = contiguous_strides(shape, dtype.itemsize) if strides is None else tuple(map(operator.index, strides))
+    except TypeError as error:
+        raise TypeError(f"{name} is a stand-in that NumPy cannot read: {error}") from None
+    if min(shape, default=0) < 0 or len(strides) != len(shape):
+        raise ValueError(
+            f"{name} is a stand-in with shape {shape} and strides {strides}, expected lengths >= 0, one stride each"
+        )
+    return ArrayInfo(None, shape, strides, DTYPE_NAMES.get(dtype) or str(dtype), 0, device, True)
+
+
+def extent(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """First and one-past-last byte address that the elements touch (equal for an empty array)."""
+    low = high = pointer
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 0:
+            return pointer, pointer
+        if stride > 0:
+            high += (length - 1) * stride
+        else:
+            low += (length - 1) * stride
+    return low, high + itemsize
+
+
+def share_memory(a: ArrayInfo, b: ArrayInfo) -> bool:
+    """Whether two arrays have a byte in common (also without a GPU: only addresses are looked at)."""
+    if a.device != b.device:
+        return False
+    a_low, a_high = extent(a.pointer, a.shape, a.strides, ITEMSIZE[a.dtype])
+    b_low, b_high = extent(b.pointer, b.shape, b.strides, ITEMSIZE[b.dtype])
+    if a_high <= b_low or b_high <= a_low:
+        return False
+    try:
+        return np.shares_memory(_addresses(a), _addresses(b), max_work=100_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def overlaps_itself(a: ArrayInfo) -> bool:
+    """Whether two elements of one array share a byte (stride 0, or interleaved rows)."""
+    axes = sorted((abs(stride), length) for stride, length in zip(a.strides, a.shape, strict=True) if length > 1)
+    reach = ITEMSIZE[a.dtype]
+    for stride, length in axes:
+        if stride < reach:
+            return 0 not in a.shape
+        reach += stride * (length - 1)
+    return False
+
+
+class _Addresses:
+    def __init__(self, info: ArrayInfo) -> None:
+        dtype = np.dtype(f"V{ITEMSIZE[info.dtype]}")
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": info.shape,
+            "strides": info.strides,
+            "typestr": dtype.str,
+            "data": (info.pointer, True),
+        }
+
+
+def _addresses(info: ArrayInfo) -> np.ndarray:
+    """Return an array over the same addresses, never to be read: NumPy then solves the overlap exactly."""
+    return np.asarray(_Addresses(info))

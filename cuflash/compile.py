@@ -1,0 +1,167 @@
+"""From a plan to a compiled kernel: entry text, CuPy's RawModule, and compilation without a GPU.
+
+The entry file of a kernel is a few #define lines and one #include. CuPy caches compiled modules on disk by that text, which
+holds a digest of all of cuda_src because the cache does not see included files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+import time
+from functools import lru_cache
+from pathlib import Path
+from threading import Lock
+from typing import Any, NamedTuple
+
+from . import knobs
+from .plan import Macros, Plan
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel did not compile; the message holds the compiler's log."""
+
+
+@lru_cache(maxsize=1)
+def source_folder() -> Path:
+    """Folder of the CUDA sources: inside the installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    for folder in (package / "cuda_src", package.parent / "cuda_src"):
+        if (folder / "common" / "config.cuh").is_file():
+            return folder
+    raise FileNotFoundError(f"the CUDA sources of cuflash are missing: no cuda_src in or beside {package}")
+
+
+@lru_cache(maxsize=1)
+def source_digest() -> str:
+    """Twelve hexadecimal digits over the names and contents of all CUDA sources."""
+    digest = hashlib.sha256()
+    folder = source_folder()
+    for path in sorted([*folder.rglob("*.cu"), *folder.rglob("*.cuh")]):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
+
+
+def entry_text(kernel: str, macros: Macros) -> str:
+    """Source of one specialised kernel; goes unchanged to NVRTC, nvcc, ncu or compute-sanitizer."""
+    choices = " ".join(f"{name.lower()}={str(value).removeprefix('CUFLASH_').lower()}" for name, value in macros)
+    lines = [f"// cuflash {kernel} | {choices} | sources {source_digest()}"]
+    lines += [f"#define CUFLASH_{name} {value}" for name, value in macros]
+    lines.append(f'#include "{kernel}.cu"')
+    return "\n".join(lines) + "\n"
+
+
+def compiler_options() -> tuple[str, ...]:
+    """One tuple for all kernels: every distinct one costs CuPy a preprocessor run per process."""
+    return ("--std=c++17", f"-I{source_folder()}")
+
+
+_functions: dict[tuple[str, Macros, int], Any] = {}
+_locks: dict[tuple[str, Macros, int], Lock] = {}
+
+
+def kernel_function(plan: Plan, device_id: int) -> Any:
+    """Return the compiled kernel as CuPy's Function on that device, from memory, CuPy's disk cache or the compiler."""
+    key = (plan.kernel, plan.macros, device_id)
+    function = _functions.get(key)
+    if function is None:
+        with _locks.setdefault(key, Lock()):
+            function = _functions.get(key)
+            if function is None:
+                function = _functions[key] = _build(plan, device_id)
+    return function
+
+
+def _build(plan: Plan, device_id: int) -> Any:
+    import cupy
+
+    text = entry_text(plan.kernel, plan.macros)
+    dump(plan.kernel, text)
+    with cupy.cuda.Device(device_id):
+        try:
+            module = cupy.RawModule(code=text, options=compiler_options(), backend="nvrtc")
+            kernel = module.get_function(f"cuflash_{plan.kernel}")
+            if plan.shared_memory > 48 * 1024:
+                kernel.max_dynamic_shared_size_bytes = plan.shared_memory
+            return kernel.kernel
+        except Exception as error:
+            log = getattr(error, "dump", None)
+            first_line = text.partition("\n")[0]
+            hint = "" if log else "; a missing NVRTC comes with pip install 'cuflash[cuda13]' (or [cuda12])"
+            raise KernelCompileError(f"could not compile or load {first_line}: {error}{hint}") from error
+
+
+def dump(kernel: str, text: str) -> None:
+    """Write an entry file into the folder CUFLASH_DUMP, if it is set."""
+    folder = knobs.read("CUFLASH_DUMP")
+    if folder:
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / f"{kernel}_{hashlib.sha256(text.encode()).hexdigest()[:12]}.cu").write_text(text)
+
+
+class Resources(NamedTuple):
+    """What the assembler reports of a kernel."""
+
+    registers: int
+    """Per thread."""
+    spill_bytes: int
+    """Per thread, stores and loads."""
+    stack_bytes: int
+    seconds: float
+    """Time to compile."""
+    cubin: bytes
+
+
+def compile_offline(kernel: str, macros: Macros, arch: str, extra_source: str = "") -> Resources:
+    """Compile for an architecture such as `"sm_80"` with NVRTC alone: neither a GPU nor a driver is needed."""
+    from cupy.cuda import nvrtc
+
+    text = entry_text(kernel, macros) + extra_source
+    program = nvrtc.createProgram(text, f"{kernel}_entry.cu", (), ())
+    begin = time.perf_counter()
+    try:
+        options = (*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v")
+        nvrtc.compileProgram(program, options)
+        log = nvrtc.getProgramLog(program)
+        cubin = nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise KernelCompileError(f"{text.partition(chr(10))[0]}: {error}\n{nvrtc.getProgramLog(program)}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+    return parse_resources(log, time.perf_counter() - begin, cubin)
+
+
+def parse_resources(log: str, seconds: float, cubin: bytes = b"") -> Resources:
+    """Read the assembler's report (`--ptxas-options=-v`)."""
+    registers = re.search(r"Used (\d+) registers", log)
+    if registers is None:
+        raise KernelCompileError(f"the compiler's log names no registers:\n{log}")
+    spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", log))
+    stack = re.search(r"(\d+) bytes stack frame", log)
+    return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds, cubin)
+
+
+def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:
+    """Compile several kernels in threads; says so on stderr, once, when they do not come from the disk cache."""
+    import os
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    begin = time.perf_counter()
+    announced = False
+    with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1), "cuflash-compile") as pool:
+        pending = {pool.submit(kernel_function, plan, device_id) for plan in plans}
+        finished = set()
+        while pending:
+            done, pending = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED" if announced else "ALL_COMPLETED")
+            finished |= done
+            if pending or announced:
+                if not announced:
+                    print(f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):", end="", file=sys.stderr)
+                    announced = True
+                print(f" {len(finished)}", end="", file=sys.stderr, flush=True)
+    if announced:
+        print(f", {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    for future in finished:
+        future.result()

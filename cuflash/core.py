@@ -1,0 +1,44 @@
+"""The kernels that `import cuflash` compiles when there is a GPU."""
+
+from __future__ import annotations
+
+import warnings
+
+from .arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from .compile import compile_core
+from .kernels import Device
+from .knobs import AUTOMATIC
+from .plan import Plan, make_plan
+from .problem import describe_attention
+
+CORE_HEAD_DIMS = (64, 128)
+
+
+def core_plans(device: Device) -> list[Plan]:
+    """Plans of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size."""
+    plans = []
+    for dtype in FLOAT_NAMES:
+        for head_dim in CORE_HEAD_DIMS:
+            shape = (4, 16, 1024, head_dim)
+            x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
+            problem, _ = describe_attention(x, x, x)
+            plans.append(make_plan(problem, device, AUTOMATIC))
+    return plans
+
+
+def compile_core_kernels() -> None:
+    """Compile the core rows for the current GPU; a failure is a warning, and the call that needs the kernel raises."""
+    try:
+        import cupy
+
+        if not cupy.cuda.is_available():
+            return
+        from .launch import device_info
+
+        device_id = cupy.cuda.runtime.getDevice()
+        device = device_info(device_id)
+        compile_core(core_plans(device), device_id, device.arch)
+    except Exception as error:  # whatever is wrong with driver, CuPy or compiler: the program may not need them
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            return
+        warnings.warn(f"cuflash could not compile its kernels at import: {error}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,371 @@
+"""`python -m cuflash demo`: read handwritten digits by attention alone.
+
+Attention with the softmax over distances is kernel regression: each held-out image asks every training image how much
+it looks like it, and the answers are averaged. Nothing is trained.
+
+* queries: 597 held-out images of scikit-learn's bundled digits, keys: 1200 training images, head_dim 64 (8 x 8 pixels)
+* values: the labels, one-hot, so that the result is a probability for each of the ten digits
+* scale: 1 / temperature. Images are scaled to unit length, so that |q - k|^2 = 2 - 2 q.k, and the Gaussian weight
+  exp(-|q - k|^2 / 2T) is exp(q.k / T) up to a factor that the softmax removes: the dot products of attention suffice.
+* lse: up to a constant the log of a kernel density estimate, that is how well the training images cover the query.
+
+The images stand in the file writer by writer and are split in that order, so that most held-out writers are new.
+Functions take the array library `xp` (numpy or cupy) that the attention runs on; their results are NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import reference
+from .dense import attention
+from .explain import explain, gpu_available
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+NUM_TRAINING = 1200
+NUM_VALIDATION = 300
+"""The last training images, on which the temperature is chosen; held-out images play no part in it."""
+NUM_CLASSES = 10
+INVERSE_TEMPERATURES = (10, 20, 30, 40, 60, 80, 100, 120, 160, 200, 300, 400)
+MARGIN = 2.0
+"""An error may be this many times that of plain softmax attention computed in float32."""
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Handwritten digits: `images` (n, 64) as scanned (0 to 16), `labels` (n,)."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+    def __getitem__(self, rows: Any) -> Digits:
+        return Digits(self.images[rows], self.labels[rows])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def vectors(self) -> np.ndarray:
+        """The images scaled to unit length, float32."""
+        return (self.images / np.linalg.norm(self.images, axis=1, keepdims=True)).astype(np.float32)
+
+    @property
+    def one_hot(self) -> np.ndarray:
+        """(n, 10) float32, 1 in the column of the label."""
+        return np.eye(NUM_CLASSES, dtype=np.float32)[self.labels]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What attention says about some images: `probabilities` (n, 10) and `lse` (n,)."""
+
+    probabilities: np.ndarray
+    lse: np.ndarray
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The most probable digit of each image."""
+        return self.probabilities.argmax(axis=1)
+
+
+def load() -> tuple[Digits, Digits]:
+    """The training and the held-out images."""
+    from sklearn.datasets import load_digits
+
+    digits = Digits(*load_digits(return_X_y=True))
+    return digits[:NUM_TRAINING], digits[NUM_TRAINING:]
+
+
+def to_host(x: Any) -> np.ndarray:
+    """A NumPy array of the same content."""
+    return x.get() if hasattr(x, "get") else x
+
+
+def operands(xp: ModuleType, queries: Digits, training: Digits) -> tuple[Any, Any, Any]:
+    """(q, k, v) on the device of `xp`."""
+    return xp.asarray(queries.vectors), xp.asarray(training.vectors), xp.asarray(training.one_hot)
+
+
+def read(xp: ModuleType, queries: Digits, training: Digits, temperature: float) -> Reading:
+    """Classify `queries` by attention to `training`."""
+    q, k, v = operands(xp, queries, training)
+    out, lse = attention(q, k, v, scale=1 / temperature, return_lse=True)
+    return Reading(to_host(out), to_host(lse))
+
+
+def log_loss(probabilities: np.ndarray, labels: np.ndarray) -> float:
+    """Mean of -ln(probability of the true digit)."""
+    of_truth = probabilities[np.arange(len(labels)), labels]
+    return float(-np.log(np.maximum(of_truth, np.finfo(np.float32).tiny)).mean())
+
+
+def validation_losses(xp: ModuleType, training: Digits) -> dict[float, float]:
+    """Log loss by temperature, on the last training images when the others are the keys."""
+    keys, validation = training[:-NUM_VALIDATION], training[-NUM_VALIDATION:]
+    return {
+        1 / inverse: log_loss(read(xp, validation, keys, 1 / inverse).probabilities, validation.labels)
+        for inverse in INVERSE_TEMPERATURES
+    }
+
+
+def choose_temperature(xp: ModuleType, training: Digits) -> float:
+    """The temperature with the least validation loss."""
+    losses = validation_losses(xp, training)
+    return min(losses, key=lambda temperature: losses[temperature])
+
+
+def accuracy(labels: np.ndarray, truth: np.ndarray) -> float:
+    """Fraction of labels that are right."""
+    return float((labels == truth).mean())
+
+
+def baselines(training: Digits, queries: Digits) -> dict[str, float]:
+    """Accuracy of two scikit-learn classifiers on the raw pixels."""
+    from sklearn.dummy import DummyClassifier
+    from sklearn.neighbors import KNeighborsClassifier
+
+    classifiers = {
+        "nearest neighbour": KNeighborsClassifier(n_neighbors=1),
+        "most frequent digit": DummyClassifier(strategy="most_frequent"),
+    }
+    return {
+        name: accuracy(classifier.fit(training.images, training.labels).predict(queries.images), queries.labels)
+        for name, classifier in classifiers.items()
+    }
+
+
+def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
+    """Largest difference over largest value."""
+    return float(np.abs(got - exact).max() / np.abs(exact).max())
+
+
+def errors(reading: Reading, queries: Digits, training: Digits, temperature: float) -> dict[str, tuple[float, float]]:
+    """For "out" and "lse": the error against float64, and the most that is allowed.
+
+    Allowed is `MARGIN` times the error of plain softmax attention in float32, which stores the whole score matrix.
+    """
+    q, k, v = operands(np, queries, training)
+    exact_out, exact_lse = reference.attention(q, k, v, scale=1 / temperature)
+    scores = (q @ k.T) * np.float32(1 / temperature)
+    row_max = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - row_max)
+    row_sum = weights.sum(axis=1, keepdims=True)
+    plain_out = weights @ v / row_sum
+    plain_lse = (row_max + np.log(row_sum))[:, 0]
+    return {
+        "out": (relative_error(reading.probabilities, exact_out), MARGIN * relative_error(plain_out, exact_out)),
+        "lse": (relative_error(reading.lse, exact_lse), MARGIN * relative_error(plain_lse, exact_lse)),
+    }
+
+
+def scrambled(digits: Digits) -> Digits:
+    """The same grey values in random order: what no digit looks like."""
+    return Digits(np.random.default_rng(0).permuted(digits.images, axis=1), digits.labels)
+
+
+def lse_without_each_class(xp: ModuleType, queries: Digits, training: Digits, temperature: float) -> np.ndarray:
+    """(10, n): the lse of the queries where row c hides the training images of digit c.
+
+    One call: a leading axis of ten masks, along which queries, keys and values are repeated with stride 0.
+    """
+    q, k, v = operands(xp, queries, training)
+    visible = xp.asarray(np.arange(NUM_CLASSES)[:, None, None, None] != training.labels)
+    repeated = [xp.broadcast_to(x, (NUM_CLASSES, 1, *x.shape)) for x in (q, k, v)]
+    _, lse = attention(*repeated, mask=visible, scale=1 / temperature, return_lse=True)
+    return to_host(lse)[:, 0]
+
+
+def novelty_auroc(lse_known: np.ndarray, lse_new: np.ndarray) -> float:
+    """How often a known image has a larger lse than a new one: 1 is perfect, 0.5 is guessing."""
+    from sklearn.metrics import roc_auc_score
+
+    known = np.repeat([1, 0], [len(lse_known), len(lse_new)])
+    return float(roc_auc_score(known, np.concatenate([lse_known, lse_new])))
+
+
+def unseen_class_auroc(xp: ModuleType, queries: Digits, training: Digits, temperature: float) -> np.ndarray:
+    """(10,): novelty score of each digit when the training images do not contain it."""
+    lse = lse_without_each_class(xp, queries, training, temperature)
+    return np.array(
+        [novelty_auroc(lse[c, queries.labels != c], lse[c, queries.labels == c]) for c in range(NUM_CLASSES)]
+    )
+
+
+def hardest(reading: Reading, labels: np.ndarray, count: int) -> np.ndarray:
+    """The images whose true digit got the least probability, hardest first."""
+    return np.argsort(reading.probabilities[np.arange(len(labels)), labels], kind="stable")[:count]
+
+
+def most_attended(
+    queries: Digits, reading: Reading, training: Digits, temperature: float, count: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(n, count) training images with the largest weights for each query, and these weights.
+
+    Attention never stores its weights. The lse brings those of a few queries back: weight = exp(score - lse).
+    """
+    weights = np.exp(queries.vectors @ training.vectors.T / temperature - reading.lse[:, None])
+    order = np.argsort(-weights, axis=1, kind="stable")[:, :count]
+    return order, np.take_along_axis(weights, order, axis=1)
+
+
+def draw_examples(digits: Digits, count: int = 20) -> Figure:
+    """The first images with their labels, ten to a row."""
+    from matplotlib.figure import Figure
+
+    rows = -(-count // 10)
+    figure = Figure(figsize=(8, 1.0 * rows), layout="constrained")
+    for axes, image, label in zip(figure.subplots(rows, 10).flat, digits.images, digits.labels, strict=False):
+        _draw_digit(axes, image, str(label), "black")
+    return figure
+
+
+def draw_hardest(
+    queries: Digits, reading: Reading, training: Digits, temperature: float, count: int = 8, neighbours: int = 6
+) -> Figure:
+    """One row for each of the hardest images: the image, and the training images that it attended to most."""
+    from matplotlib.figure import Figure
+
+    rows = hardest(reading, queries.labels, count)
+    some = Reading(reading.probabilities[rows], reading.lse[rows])
+    attended, weights = most_attended(queries[rows], some, training, temperature, neighbours)
+    figure = Figure(figsize=(1.15 * (neighbours + 1.6), 1.45 * count), layout="constrained")
+    figure.suptitle("Hardest digits, and what they attended to most")
+    widths = [1.25] + [1.0] * neighbours
+    for axes_row, row, keys, key_weights in zip(
+        figure.subplots(count, neighbours + 1, width_ratios=widths, squeeze=False),
+        rows,
+        attended,
+        weights,
+        strict=True,
+    ):
+        truth, said = queries.labels[row], reading.labels[row]
+        title = f"is {truth}, read {said}\nlse {reading.lse[row]:.1f}"
+        _draw_digit(axes_row[0], queries.images[row], title, "tab:green" if truth == said else "tab:red")
+        for axes, key, weight in zip(axes_row[1:], keys, key_weights, strict=True):
+            label = training.labels[key]
+            _draw_digit(axes, training.images[key], f"{label}: {weight:.0%}", "black" if label == truth else "tab:red")
+    return figure
+
+
+def _draw_digit(axes: Any, image: np.ndarray, title: str, color: str) -> None:
+    axes.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=16)
+    axes.set_title(title, fontsize=9, color=color)
+    axes.set_axis_off()
+
+
+def draw_novelty(known: np.ndarray, unseen: np.ndarray, scrambled: np.ndarray) -> Figure:
+    """Histograms of the lse of three kinds of queries."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 2.8), layout="constrained")
+    axes = figure.subplots()
+    bins = np.linspace(min(map(np.min, (known, unseen, scrambled))), known.max(), 60).tolist()
+    groups = (
+        ("held-out digit", known, "tab:green"),
+        ("digit left out of the training images", unseen, "tab:orange"),
+        ("pixels in random order", scrambled, "tab:red"),
+    )
+    for label, lse, color in groups:
+        axes.hist(lse, bins=bins, density=True, alpha=0.6, label=label, color=color)
+    axes.set_xlabel("lse (log density of the training images at the query, up to a constant)")
+    axes.set_yticks([])
+    axes.legend()
+    return figure
+
+
+def median_time(xp: ModuleType, call: Callable[[], Any], repeats: int = 9) -> float:
+    """Median seconds of a finished call, after one that warms up."""
+    wait = (lambda: None) if xp is np else xp.cuda.get_current_stream().synchronize
+    times = []
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def choose_backend(backend: str) -> ModuleType:
+    """CuPy where a GPU is usable, else NumPy; `backend` "numpy" or "cupy" insists.
+
+    Raises
+    ------
+    RuntimeError
+        "cupy" was asked for, and it isn't installed or finds no GPU.
+    """
+    if backend == "numpy" or (backend == "auto" and not gpu_available()):
+        return np
+    try:
+        import cupy
+    except ImportError as error:
+        raise RuntimeError(f"CuPy cannot be imported ({error}); install cuflash[cuda12] or cuflash[cuda13]") from error
+    if not gpu_available():
+        raise RuntimeError("CuPy finds no GPU")
+    return cupy
+
+
+def report(xp: ModuleType, training: Digits, held_out: Digits) -> tuple[bool, Reading, float]:
+    """Print the whole job; return whether it did what it must, the held-out reading and the temperature."""
+    temperature = choose_temperature(xp, training)
+    reading = read(xp, held_out, training, temperature)
+    ours, others = accuracy(reading.labels, held_out.labels), baselines(training, held_out)
+    print(f"{len(held_out)} held-out digits attend to {len(training)} training digits ({xp.__name__}, float32)")
+    print(f"temperature           1/{1 / temperature:.0f}, chosen on {NUM_VALIDATION} of the training images")
+    print(f"accuracy              {ours:.1%}, log loss {log_loss(reading.probabilities, held_out.labels):.3f}")
+    for name, other in others.items():
+        print(f"  {name:<19} {other:.1%} (scikit-learn, raw pixels)")
+
+    unseen = unseen_class_auroc(xp, held_out, training, temperature)
+    noise = novelty_auroc(reading.lse, read(xp, scrambled(held_out), training, temperature).lse)
+    print("lse tells known from new (area under the ROC curve; guessing gives 0.5)")
+    print(f"  a left-out digit    {unseen.mean():.3f} mean of ten, {unseen.min():.3f} worst (digit {unseen.argmin()})")
+    print(f"  scrambled pixels    {noise:.3f}")
+
+    within = True
+    print(f"error against float64 (allowed: {MARGIN:g} x plain softmax attention in float32)")
+    for name, (error, allowed) in errors(reading, held_out, training, temperature).items():
+        within = within and error <= allowed
+        print(f"  {name:<19} {error:.1e}, allowed {allowed:.1e}{'' if error <= allowed else '   TOO LARGE'}")
+
+    q, k, v = operands(xp, held_out, training)
+    options: dict[str, Any] = {"scale": 1 / temperature, "return_lse": True}
+    seconds = median_time(xp, lambda: attention(q, k, v, **options))
+    print(f"time                  {1e3 * seconds:.3f} ms a call")
+    print(explain(attention, q, k, v, **options))
+    return ours > others["most frequent digit"] and within, reading, temperature
+
+
+def main(args: list[str]) -> int:
+    """Run the demo; 0 if attention beats the most frequent digit and its error is within bounds."""
+    parser = argparse.ArgumentParser(prog="python -m cuflash demo", description="Read handwritten digits by attention.")
+    parser.add_argument("--backend", choices=("auto", "numpy", "cupy"), default="auto", help="default: auto")
+    parser.add_argument("--output", default="digits.png", metavar="FILE", help="the picture; default: digits.png")
+    chosen = parser.parse_args(args)
+    try:
+        import matplotlib  # noqa: F401
+        import sklearn  # noqa: F401
+    except ImportError as error:
+        print(f"The demo needs {error.name}: pip install 'cuflash[examples]'")
+        return 2
+    try:
+        xp = choose_backend(chosen.backend)
+    except RuntimeError as error:
+        print(f"--backend {chosen.backend}: {error}")
+        return 2
+    training, held_out = load()
+    good, reading, temperature = report(xp, training, held_out)
+    draw_hardest(held_out, reading, training, temperature).savefig(chosen.output, dpi=100)
+    print(f"hardest digits        {chosen.output}")
+    if not good:
+        print("FAILED: attention must beat the most frequent digit, with every error within what is allowed")
+    return 0 if good else 1

@@ -1,0 +1,142 @@
+"""`attention`: the public function for dense arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .launch import execute, find, hashable_window
+from .problem import describe_attention
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: Any = None,
+    scale: float | None = None,
+    bias: Any = None,
+    mask: Any = None,
+    softcap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    workspace: Any = None,
+) -> Any:
+    r"""Softmax attention, ``softmax(scale * q @ k.T + bias) @ v``, without ever storing the scores.
+
+    NumPy arrays are computed on the CPU, CuPy arrays and GPU arrays of other libraries (through DLPack or
+    ``__cuda_array_interface__``) on their GPU, on the current stream, without synchronisation.
+
+    .. warning::
+       Axes are ``(..., heads, sequence, feature)``. An array laid out as ``(batch, sequence, heads, feature)`` is silently a valid
+       input with ``sequence`` heads: pass ``x.swapaxes(-3, -2)``, which costs no copy, and swap the result back.
+
+    Parameters
+    ----------
+    q : array, shape (..., Hq, Nq, D)
+        Queries: float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64. A 2-D array ``(Nq, D)`` is one head. Any strides.
+    k : array, shape (..., Hkv, Nk, D)
+        Keys, of the same dtype. ``Hq`` must be a multiple of ``Hkv``; query head ``h`` reads key head ``h // (Hq // Hkv)``.
+        Leading axes broadcast as in ``np.matmul``, without a copy; head axes never broadcast.
+    v : array, shape (..., Hkv, Nk, Dv)
+        Values, of the same dtype. ``D`` and ``Dv`` are 1 to 512.
+    causal : bool or {"bottom_right", "top_left"}, optional
+        Hide key ``j`` from query ``i`` where ``j > i + query_offset``. The names also set the offset, to ``Nk - Nq`` or 0.
+    window : (left, right), optional
+        Hide key ``j`` unless ``p - left <= j <= p + right``, where ``p = i + query_offset``; None leaves a side open.
+    query_offset : int or integer array that broadcasts to the leading axes, optional
+        Key position of query 0. Default ``Nk - Nq``: the last query stands at the last key.
+    scale : float, optional
+        Factor on ``q @ k.T``; any finite real number, default ``D ** -0.5``.
+    bias : float array that broadcasts to (..., Hq, Nq, Nk), optional
+        Added to the scores, read in place; ``-inf`` hides.
+    mask : bool array that broadcasts to (..., Hq, Nq, Nk), optional
+        True = attend. A hidden pair has weight exactly 0, whatever ``k`` holds there.
+    softcap : float, optional
+        Replace the scaled score ``s`` by ``softcap * tanh(s / softcap)``, before bias and ALiBi.
+    alibi_slopes : float array that broadcasts to (..., Hq), optional
+        Subtract ``alibi_slopes[h] * abs(p - j)`` from the scores [3]_.
+    sinks : float array that broadcasts to (..., Hq), optional
+        One more logit per head that enlarges the denominator only; the lse includes it.
+    precision : {None, "ieee", "tf32"}, optional
+        "ieee": the error of the dtype itself. "tf32" (float32 only) allows TF32 tensor cores. None: "ieee", or "tf32" if the
+        environment has ``CUPY_TF32=1``.
+    return_lse : bool, optional
+        Also return the log-sum-exp of the scores.
+    out : array, shape (..., Hq, Nq, Dv), optional
+        Written in place, any strides, and returned; must not overlap an input.
+    lse : array, shape (..., Hq, Nq), optional
+        Likewise for the log-sum-exp; implies ``return_lse``.
+    out_dtype : dtype, optional
+        float16, bfloat16, float32 or float64; default the dtype of `out`, or of `q`.
+    workspace : uint8 array, optional
+        Scratch memory of at least as many bytes as ``explain(...)`` names, instead of an allocation per call.
+
+    Returns
+    -------
+    out : array, shape (..., Hq, Nq, Dv)
+        NumPy for NumPy, else CuPy; new arrays lie in memory in the axis order of `q`, as with ``np.empty_like``. A query that
+        sees no key gives 0.
+    lse : array, shape (..., Hq, Nq)
+        Only with `return_lse` or `lse`: natural logarithm, float32 (float64 for float64); ``-inf``, or the sink, for a query
+        that sees no key.
+
+    Raises
+    ------
+    TypeError
+        Not an array, wrong or mixed dtypes, NumPy mixed with GPU arrays, options of the wrong type.
+    ValueError
+        Shapes, strides, values or devices that do not fit together. Both name argument, got and expected, and are raised before
+        anything is launched or written.
+
+    See Also
+    --------
+    attention_varlen : Sequences of different lengths, packed.
+    explain : Which kernel serves a call, and why.
+
+    Notes
+    -----
+    The tiled computation with a running maximum and sum is that of [1]_ and [2]_. Results are repeatable to the bit.
+
+    References
+    ----------
+    .. [1] M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
+    .. [2] T. Dao et al., "FlashAttention: Fast and memory-efficient exact attention with IO-awareness", 2022, arXiv:2205.14135.
+    .. [3] O. Press et al., "Train short, test long: attention with linear biases", 2022, arXiv:2108.12409.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 8, 100, 64), dtype=np.float32)
+    >>> cuflash.attention(q, k, v, causal=True).shape
+    (8, 100, 64)
+    """
+    offset_array, offset = None, query_offset
+    if query_offset is not None and not isinstance(query_offset, (int, np.integer)):
+        offset_array, offset = query_offset, None
+    options = (
+        "attention", causal, type(causal), scale, type(scale), offset, type(offset), softcap, type(softcap), precision, return_lse, out_dtype,
+        None if window is None else hashable_window(window),
+    )  # fmt: skip
+    others = None
+    if not (out is lse is bias is mask is alibi_slopes is sinks is offset_array is None):
+        others = (out, lse, bias, mask, alibi_slopes, sinks, offset_array, None, None)
+    key, launch, pointers = find(q, k, v, others, options)
+    if launch is not None and workspace is None and ((out is None and lse is None) or launch.results_apart(pointers)):
+        return launch.run(pointers, out, lse)
+    problem, infos = describe_attention(
+        q, k, v, causal=causal, window=window, query_offset=query_offset, scale=scale, bias=bias, mask=mask, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse, out_dtype=out_dtype,
+        workspace=workspace,
+    )  # fmt: skip
+    return execute(problem, infos, key, out, lse)

@@ -1,0 +1,295 @@
+"""What a call would do, without doing it: `explain`, `warmup`, `show_config`."""
+
+from __future__ import annotations
+
+import inspect as signatures
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from . import arrays, knobs
+from .compile import KernelCompileError, compile_offline, entry_text, kernel_function, source_digest
+from .dense import attention
+from .kernels import CPU_KERNEL, KERNELS, Device, device_of
+from .plan import Plan, make_plan, refusals
+from .problem import Problem, describe_attention, describe_varlen
+from .varlen import attention_varlen
+
+_DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
+    attention: describe_attention,
+    attention_varlen: describe_varlen,
+}
+_ARRAYS = (
+    "q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "cu_seqlens_q", "cu_seqlens_k",
+    "out", "lse", "workspace",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel serves a call, and why; `print` it."""
+
+    problem: Problem
+    """The call, without its data."""
+    kernel: str
+    """Name of the kernel; `"cpu"` for the NumPy back end."""
+    tile: str
+    """Rows x keys of a tile; empty for the NumPy back end."""
+    device: Device | None
+    """The GPU; None for the NumPy back end."""
+    plan: Plan | None
+    """Everything that the launch needs; None for the NumPy back end."""
+    num_blocks: int
+    num_threads: int
+    """Threads of a block, or of the NumPy back end."""
+    shared_memory: int
+    """Bytes per block."""
+    workspace: int
+    """Bytes of scratch memory; what the `workspace` argument must hold at least."""
+    registers: int | None
+    """Per thread; None where there is no compiler to ask."""
+    spill_bytes: int | None
+    """Register bytes per thread that did not fit; None where there is no compiler to ask."""
+    refusals: tuple[tuple[str, str], ...]
+    """Kernels ahead of this one in the table and why each refused."""
+
+    @property
+    def source(self) -> str:
+        """The generated source of the kernel; empty for the NumPy back end."""
+        return entry_text(self.plan.kernel, self.plan.macros) if self.plan else ""
+
+    def __str__(self) -> str:
+        lines = [str(self.problem)]
+        if self.device is None:
+            lines.append(
+                f"  kernel         {self.kernel}: NumPy arrays are computed on the CPU, {self.num_threads} threads"
+            )
+        else:
+            registers = f"unknown (no NVRTC here that compiles for {self.device.arch})"
+            if self.registers is not None:
+                registers = f"{self.registers} per thread, {self.spill_bytes} bytes spilled"
+            lines += [
+                f"  kernel         {self.kernel} for {self.device.arch}",
+                f"  tile           {self.tile} (rows x keys), {self.num_threads} threads",
+                f"  grid           {self.num_blocks} blocks",
+                f"  shared memory  {self.shared_memory} of {self.device.shared_memory_per_block} bytes per block",
+                f"  registers      {registers}",
+                f"  workspace      {self.workspace} bytes",
+            ]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refusals]
+        return "\n".join(lines)
+
+
+def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:
+    """Say which kernel would serve a call, and why, without running it.
+
+    Parameters
+    ----------
+    function : callable
+        `attention` or `attention_varlen`.
+    *args, **options
+        The call's arguments. Arrays may be stand-ins: any objects with ``shape`` and ``dtype``, and ``strides`` (bytes)
+        where they are not C-contiguous.
+    device : int, optional
+        Compute capability (90 for 9.0) of a GPU to plan for; no GPU is needed then. Default: where the arrays are, and
+        for stand-ins the current GPU or, without one, the CPU.
+
+    Returns
+    -------
+    Explanation
+        Frozen; prints as a short report.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Whatever the call itself would raise.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> x = np.empty((1, 16, 4096, 64), np.float16)
+    >>> cuflash.explain(cuflash.attention, x, x, x, causal=True, device=90).kernel
+    'forward_scalar'
+    """
+    problem, gpu, device_id = _describe(function, args, options, device)
+    chosen = knobs.settings()
+    if gpu is None:
+        if chosen.kernel not in ("", CPU_KERNEL):
+            raise ValueError(f"kernel {chosen.kernel!r} cannot serve this call: it needs GPU arrays, these are NumPy's")
+        if chosen.tile:
+            raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
+        return Explanation(problem, CPU_KERNEL, "", None, None, 0, knobs.num_threads(), 0, 0, None, None, ())
+    plan = make_plan(problem, gpu, chosen)
+    registers, spills = _resources(plan, gpu, device_id)
+    ahead = []
+    for name, reason in refusals(problem, gpu):
+        if name == plan.kernel:
+            break
+        ahead.append((name, reason or "options(kernel=...) chose another"))
+    return Explanation(
+        problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads, plan.shared_memory,
+        plan.workspace, registers, spills, tuple(ahead),
+    )  # fmt: skip
+
+
+def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Compile what a call needs, without running it.
+
+    Parameters
+    ----------
+    function : callable
+        `attention` or `attention_varlen`.
+    *args, **options
+        The call's arguments; arrays may be stand-ins as in `explain`, and are then taken to be on the current GPU.
+        Calls on NumPy arrays need no compilation.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Whatever the call itself would raise.
+    RuntimeError
+        The kernel does not compile; the message holds the compiler's log.
+    """
+    problem, gpu, device_id = _describe(function, args, options, None)
+    if gpu is not None:
+        kernel_function(make_plan(problem, gpu, knobs.settings()), device_id)
+
+
+def gpu_available() -> bool:
+    """Whether CuPy is installed and finds a usable GPU. Imports CuPy only where a CUDA driver is installed."""
+    if not driver_installed():
+        return False
+    try:
+        import cupy
+
+        return bool(cupy.cuda.is_available())
+    except Exception:  # a broken CuPy or driver raises many kinds; for us they all mean "no GPU"
+        return False
+
+
+def driver_installed() -> bool:
+    """Whether the CUDA driver's library can be loaded. Does not initialise it."""
+    import ctypes
+
+    try:
+        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+def _describe(
+    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], capability: int | None
+) -> tuple[Problem, Device | None, int]:
+    """Return the problem, the GPU (None: the CPU) and its number of a call with real arrays or stand-ins."""
+    describe = _DESCRIBE.get(function) if callable(function) else None
+    if describe is None:
+        raise TypeError(f"function is {function!r}, expected cuflash.attention or cuflash.attention_varlen")
+    if capability is not None and (
+        not isinstance(capability, int) or isinstance(capability, bool) or not 50 <= capability < 1000
+    ):
+        raise ValueError(f"device is {capability!r}, expected a compute capability such as 90 for 9.0")
+    bound = signatures.signature(function).bind(*args, **options).arguments
+    real = [bound[name] for name in _ARRAYS if isinstance(bound.get(name), _array_types())]
+    on_gpu = capability is not None or (not real and gpu_available())
+    for name in _ARRAYS:
+        x = bound.get(name)
+        if x is None or not hasattr(x, "dtype") or isinstance(x, np.generic):
+            continue
+        if capability is not None:
+            bound[name] = arrays.stand_in(name, x, 0)
+        elif not isinstance(x, _array_types()) and not hasattr(x, "__cuda_array_interface__"):
+            bound[name] = arrays.stand_in(name, x, _device_number(real[0]) if real else 0 if on_gpu else arrays.HOST)
+    problem, infos = describe(**bound)
+    device_id = infos["q"].device
+    if capability is not None:
+        return problem, device_of(capability), 0
+    if device_id == arrays.HOST:
+        return problem, None, 0
+    from .launch import device_info
+
+    return problem, device_info(device_id), device_id
+
+
+def _array_types() -> tuple[type, ...]:
+    gpu_type = arrays.cupy_ndarray()
+    return (np.ndarray,) if gpu_type is None else (np.ndarray, gpu_type)
+
+
+def _device_number(x: Any) -> int:
+    return arrays.inspect("q", x).device
+
+
+def _resources(plan: Plan, device: Device, device_id: int) -> tuple[int | None, int | None]:
+    if plan.num_blocks == 0:
+        return None, None
+    try:
+        return _compiled_resources(plan.kernel, plan.macros, device.arch)
+    except (ImportError, KernelCompileError):
+        return None, None
+
+
+_resource_cache: dict[Any, tuple[int, int]] = {}
+
+
+def _compiled_resources(kernel: str, macros: Any, arch: str) -> tuple[int, int]:
+    key = (kernel, macros, arch)
+    if key not in _resource_cache:
+        resources = compile_offline(kernel, macros, arch)
+        _resource_cache[key] = (resources.registers, resources.spill_bytes)
+    return _resource_cache[key]
+
+
+def show_config() -> None:
+    """Print versions, devices, kernels, settings and the kernel cache; the first thing to attach to a bug report."""
+    import os
+    import platform
+
+    import ml_dtypes
+
+    from . import __version__
+
+    print(
+        f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {platform.platform()}"
+    )
+    print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {knobs.num_threads()} threads")
+    for line in _gpu_lines():
+        print(line)
+    print("kernels:")
+    for spec in KERNELS:
+        print(f"  {spec.name}: {spec.summary}")
+    print("settings:")
+    for knob in knobs.KNOBS:
+        print(f"  {knob.variable}={os.environ.get(knob.variable, knob.default)}")
+
+
+def _gpu_lines() -> list[str]:
+    if not driver_installed():
+        return ["no CUDA driver: NumPy arrays only"]
+    try:
+        import cupy
+        from cupy.cuda import nvrtc
+    except (
+        Exception
+    ) as error:  # a CuPy that does not match the machine fails in many ways; this report must still print
+        return [f"CUDA driver found, but CuPy cannot be imported ({error}): pip install 'cuflash[cuda13]'"]
+    lines = [f"cupy {cupy.__version__}, NVRTC {'.'.join(map(str, nvrtc.getVersion()))}, kernel cache {_cache_folder()}"]
+    if not cupy.cuda.is_available():
+        return [*lines, "no usable GPU"]
+    for number in range(cupy.cuda.runtime.getDeviceCount()):
+        properties = cupy.cuda.runtime.getDeviceProperties(number)
+        lines.append(
+            f"GPU {number}: {properties['name'].decode()}, "
+            f"compute capability {properties['major']}.{properties['minor']}, "
+            f"{properties['multiProcessorCount']} multiprocessors, {properties['totalGlobalMem'] >> 30} GiB"
+        )
+    return lines
+
+
+def _cache_folder() -> str:
+    import os
+
+    return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))

@@ -1,0 +1,308 @@
+"""What a test of an attention kernel needs: problems, poisoned memory, the oracle and the error rule.
+
+Used by cuflash's own tests and by anyone who adds a kernel. Problems are made with NumPy from a seed; `on_backend` moves them to
+either back end with the same strides, in memory whose unused bytes are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import attention, attention_varlen, reference
+from .arrays import DTYPES
+
+GUARD_BYTES = 512
+"""Poisoned bytes in front of and behind every array."""
+POISON = 0xFF
+"""Every byte of poisoned memory: NaN in all four float formats."""
+
+
+class Case(NamedTuple):
+    """One problem: shapes, layout and options, without data."""
+
+    name: str
+    shape_q: tuple[int, ...]
+    shape_k: tuple[int, ...]
+    head_dim_v: int | None = None
+    """None: that of q."""
+    options: Mapping[str, Any] = {}
+    """Keyword arguments that are not arrays."""
+    arrays: Mapping[str, tuple[tuple[int, ...], str]] = {}
+    """Shape and dtype of array options by name."""
+    layout: str = "contiguous"
+    """How q, k, v (and out, if given) lie in memory: a key of `LAYOUTS`."""
+    give_out: bool = False
+    """Pass `out` and `lse` in the same layout instead of having them allocated."""
+    cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Packed sequences."""
+    value_mean: float = 0.0
+
+    @property
+    def function(self) -> Any:
+        """The public function that the case calls."""
+        return attention if self.cu_seqlens is None else attention_varlen
+
+
+def _reverse(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int, int]:
+    strides, size = _packed(shape, itemsize)
+    return tuple(-step for step in strides), size - itemsize if size else 0, size
+
+
+def _packed(shape: tuple[int, ...], itemsize: int, order: list[int] | None = None, gap: int = 0) -> tuple[tuple[int, ...], int]:
+    """Strides of axes packed in the given order (outermost first), `gap` bytes between rows of the innermost one."""
+    order = list(range(len(shape))) if order is None else order
+    strides = [0] * len(shape)
+    step = itemsize
+    for place, axis in enumerate(reversed(order)):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+        if place == 0:
+            step += gap
+    return tuple(strides), step if 0 not in shape else 0
+
+
+def _layout(name: str, shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int, int]:
+    """Return strides in bytes, offset of the first element and bytes in all."""
+    axes = list(range(len(shape)))
+    if name == "contiguous":
+        return _packed(shape, itemsize)[0], 0, _packed(shape, itemsize)[1]
+    if name == "swapped":  # (batch, sequence, heads, feature), seen through swapaxes
+        order = [*axes[:-3], axes[-2], axes[-3], axes[-1]] if len(axes) > 2 else axes
+        strides, size = _packed(shape, itemsize, order)
+        return strides, 0, size
+    if name == "transposed":  # feature axis outside the sequence axis
+        strides, size = _packed(shape, itemsize, [*axes[:-2], axes[-1], axes[-2]])
+        return strides, 0, size
+    if name == "reversed":
+        return _reverse(shape, itemsize)
+    if name == "gaps":  # rows on 16-byte boundaries only by chance, first element off by one
+        strides, size = _packed(shape, itemsize, gap=3 * itemsize)
+        return strides, itemsize, size + itemsize
+    if name == "every_second":
+        strides, size = _packed((*shape[:-1], 2 * shape[-1]), itemsize)
+        return (*strides[:-1], 2 * itemsize), 0, size
+    if name == "odd_bytes":  # no element on its natural boundary
+        strides, size = _packed(shape, itemsize, gap=1)
+        return strides, 1, size + 1
+    if name == "broadcast":
+        strides, size = _packed(shape[-2:], itemsize)
+        return (0,) * (len(shape) - 2) + strides, 0, size
+    raise ValueError(f"no layout {name!r}")
+
+
+LAYOUTS = ("contiguous", "swapped", "transposed", "reversed", "gaps", "every_second", "odd_bytes", "broadcast")
+
+
+class Poisoned:
+    """An array inside memory that is NaN everywhere else, on the CPU or a GPU."""
+
+    def __init__(self, xp: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, values: np.ndarray | None = None) -> None:
+        strides, offset, size = _layout(layout, shape, dtype.itemsize)
+        memory = np.full(size + 2 * GUARD_BYTES, POISON, np.uint8)
+        if values is not None and values.size:
+            view = np.ndarray(shape, dtype, memory, GUARD_BYTES + offset, strides)
+            view[...] = values
+        self._xp = xp
+        self._offset = GUARD_BYTES + offset
+        self._start = memory.copy()
+        self._covered = np.zeros(memory.size, bool)
+        if 0 not in shape:
+            footprint = np.ndarray((*shape, dtype.itemsize), np.bool_, self._covered, GUARD_BYTES + offset, (*strides, 1))
+            footprint[...] = True
+        self._memory = xp.asarray(memory)
+        if xp is np:
+            self.array = np.ndarray(shape, dtype, self._memory, GUARD_BYTES + offset, strides)
+        else:
+            self.array = xp.ndarray(shape, dtype, self._memory.data + GUARD_BYTES + offset, strides)
+
+    def bytes_now(self) -> np.ndarray:
+        """Return the memory as it is, on the host."""
+        return self._memory if self._xp is np else self._memory.get()
+
+    def values(self) -> np.ndarray:
+        """Return the array as it is, on the host. Never through CuPy's own kernels, which need aligned elements."""
+        return np.ndarray(self.array.shape, self.array.dtype, self.bytes_now(), self._offset, self.array.strides)
+
+    def unchanged(self, *, outside_only: bool = False) -> bool:
+        """Whether the memory (or only the part outside the array) holds what it held at first."""
+        same = self.bytes_now() == self._start
+        return bool((same | self._covered).all() if outside_only else same.all())
+
+
+class Data(NamedTuple):
+    """The NumPy arrays of a case, C-ordered."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    options: dict[str, np.ndarray]
+
+
+def make_data(case: Case, dtype: str, seed: int = 0) -> Data:
+    """Draw the arrays of a case; the seed and the case's name decide them."""
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    element = DTYPES[dtype]
+    head_dim_v = case.shape_q[-1] if case.head_dim_v is None else case.head_dim_v
+    q = rng.standard_normal(case.shape_q).astype(element)
+    k = rng.standard_normal(case.shape_k).astype(element)
+    v = (case.value_mean + rng.standard_normal((*case.shape_k[:-1], head_dim_v))).astype(element)
+    if case.layout == "broadcast":
+        q, k, v = (np.broadcast_to(x[(0,) * (x.ndim - 2)] if x.size else x, x.shape) for x in (q, k, v))
+    options = {}
+    for name, (shape, option_dtype) in case.arrays.items():
+        if name == "mask":
+            values = rng.random(shape) < 0.6
+            if shape and shape[-1] > 70:
+                values[..., :66] &= rng.random((*shape[:-1], 1)) < 0.5  # whole leading tiles hidden from some queries
+        elif name == "query_offset":
+            values = rng.integers(0 if option_dtype.startswith("u") else -20, 40, shape)
+        elif name == "alibi_slopes":
+            values = 2.0 ** -rng.uniform(0, 6, shape)
+        else:
+            values = rng.standard_normal(shape)
+            if name == "bias":
+                values = np.where(rng.random(shape) < 0.2, -np.inf, values)
+        options[name] = np.asarray(values).astype(DTYPES[option_dtype])
+    return Data(q, k, v, options)
+
+
+class Outcome(NamedTuple):
+    """What a call returned, as NumPy arrays, and whether it wrote only where it may."""
+
+    out: np.ndarray
+    lse: np.ndarray
+    clean: bool
+    """No input changed, nothing written outside the results."""
+
+
+def run(case: Case, data: Data, xp: Any) -> Outcome:
+    """Call the case's function on NumPy (`xp=numpy`) or GPU arrays (`xp=cupy`) in poisoned memory."""
+    inputs = {name: Poisoned(xp, x.shape, x.dtype, case.layout, x) for name, x in zip("qkv", data[:3], strict=True)}
+    inputs |= {name: Poisoned(xp, x.shape, x.dtype, "contiguous", x) for name, x in data.options.items()}
+    keywords = {name: inputs[name].array for name in data.options} | dict(case.options)
+    positional = [inputs[name].array for name in "qkv"]
+    if case.cu_seqlens is not None:
+        for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True):
+            boundaries = np.asarray(values, np.int32)
+            inputs[name] = Poisoned(xp, boundaries.shape, boundaries.dtype, "contiguous", boundaries)
+            positional.append(inputs[name].array)
+    results = {}
+    if case.give_out:
+        shape = expected_shape(case)
+        out_dtype = np.dtype(keywords.get("out_dtype", data.q.dtype))
+        lse_dtype = np.dtype(np.float64 if data.q.dtype == np.float64 else np.float32)
+        results = {
+            "out": Poisoned(xp, shape, out_dtype, case.layout),
+            "lse": Poisoned(xp, shape[:-1], lse_dtype, "contiguous"),
+        }
+        keywords |= {name: result.array for name, result in results.items()}
+    out, lse = case.function(*positional, return_lse=True, **keywords)
+    if results:
+        assert out is results["out"].array and lse is results["lse"].array
+    clean = all(x.unchanged() for x in inputs.values()) and all(x.unchanged(outside_only=True) for x in results.values())
+    if results:
+        out, lse = results["out"].values(), results["lse"].values()
+    elif xp is not np:
+        out, lse = out.get(), lse.get()
+    return Outcome(out, lse, clean)
+
+
+def expected_shape(case: Case) -> tuple[int, ...]:
+    """Shape of `out`."""
+    head_dim_v = case.shape_q[-1] if case.head_dim_v is None else case.head_dim_v
+    if case.cu_seqlens is not None or len(case.shape_q) == len(case.shape_k) == 2:
+        return (*case.shape_q[:-1], head_dim_v)
+    batch = np.broadcast_shapes(case.shape_q[:-3], case.shape_k[:-3])
+    return (*batch, *case.shape_q[-3:-1], head_dim_v)
+
+
+def oracle(case: Case, data: Data) -> tuple[np.ndarray, np.ndarray]:
+    """Exact result in float64."""
+    return _reference(case, data.q, data.k, data.v, data.options)
+
+
+def _reference(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    skipped = ("precision", "out_dtype", "max_seqlen_q", "max_seqlen_k")
+    options = {name: value for name, value in case.options.items() if name not in skipped} | dict(arrays)
+    if case.cu_seqlens is None:
+        return reference.attention(q, k, v, **options)
+    return reference.attention_varlen(q, k, v, *map(np.asarray, case.cu_seqlens), **options)
+
+
+def check(case: Case, data: Data, outcome: Outcome) -> None:
+    """Apply the error rule; AssertionError says what is wrong.
+
+    Zeros, infinities and NaN must be exact. Other outputs may be off by twice what one ulp in every logit and weight can do, plus
+    the rounding of the result to its type; the sum over keys gets no allowance that grows with their number.
+    """
+    expected, expected_lse = oracle(case, data)
+    out = outcome.out.astype(np.float64)
+    assert outcome.clean, "memory outside the results was written"
+    assert out.shape == expected.shape == expected_shape(case), f"shape {out.shape}, expected {expected.shape}"
+    assert outcome.lse.shape == out.shape[:-1]
+    assert outcome.lse.dtype == (np.float64 if data.q.dtype == np.float64 else np.float32)
+    nothing = np.isneginf(expected_lse)
+    assert (np.isneginf(outcome.lse) == nothing).all(), "lse is -inf in the wrong rows"
+    assert (out[nothing] == 0).all(), "rows that see no key must be 0"
+    assert np.isfinite(out).all(), f"{np.count_nonzero(~np.isfinite(out))} outputs are not finite"
+    if out.size == 0:
+        return
+    accumulator = np.float64 if data.q.dtype == np.float64 else np.float32
+    eps = float(np.finfo(accumulator).eps)
+    scores = _largest_logit(case, data)
+    relative = eps * (8 + 4 * scores + 0.5 * np.sqrt(case.shape_q[-1]) * (1 + scores))
+    magnitude = float(np.abs(data.v.astype(np.float64)).max(initial=0))
+    rounding = _rounding(outcome.out.dtype)
+    tolerance = relative * magnitude + 1.01 * rounding * np.abs(expected) + _smallest(outcome.out.dtype)
+    error = np.abs(out - expected)
+    worst = np.unravel_index(np.argmax(error - tolerance), error.shape)
+    assert (error <= tolerance).all(), f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"
+    visible = ~nothing
+    lse_error = np.abs(outcome.lse[visible] - expected_lse[visible])
+    lse_tolerance = relative + 2 * eps * np.abs(expected_lse[visible])
+    assert (lse_error <= lse_tolerance).all(), f"lse is off by {lse_error.max():.2e}, allowed {lse_tolerance.min():.2e}"
+
+
+def _largest_logit(case: Case, data: Data) -> float:
+    """Bound on what enters exp: the scale of its absolute error."""
+    scale = case.options.get("scale")
+    scale = case.shape_q[-1] ** -0.5 if scale is None else abs(float(scale))
+    if data.q.size == 0 or data.k.size == 0:
+        return 0.0
+    norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (data.q, data.k)]
+    largest = scale * norms[0] * norms[1]
+    if case.options.get("softcap"):
+        largest = min(largest, float(case.options["softcap"]))
+    if "bias" in data.options:
+        bias = data.options["bias"].astype(np.float64)
+        largest += float(np.abs(bias[np.isfinite(bias)]).max(initial=0))
+    if "alibi_slopes" in data.options:
+        largest += float(np.abs(data.options["alibi_slopes"].astype(np.float64)).max(initial=0)) * (case.shape_q[-2] + case.shape_k[-2] + 60)
+    if "sinks" in data.options:
+        largest += float(np.abs(data.options["sinks"].astype(np.float64)).max(initial=0))
+    return largest
+
+
+def _rounding(dtype: np.dtype) -> float:
+    """Largest relative error of rounding to a type."""
+    return {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}[dtype.name]
+
+
+def _smallest(dtype: np.dtype) -> float:
+    """Absolute error of rounding below the normal range (float32 results flush to zero there)."""
+    return {"float16": 2.0**-25, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}[dtype.name]
+
+
+def call_arguments(case: Case, dtype: str) -> tuple[list[Any], dict[str, Any]]:
+    """Positional arguments and options of a case's call, as NumPy arrays in the case's layout: for describing it, not for computing."""
+    data = make_data(case, dtype)
+    positional: list[Any] = [Poisoned(np, x.shape, x.dtype, case.layout).array for x in data[:3]]
+    if case.cu_seqlens is not None:
+        positional += [np.asarray(values, np.int32) for values in case.cu_seqlens]
+    return positional, dict(case.options) | data.options
+
+
+__all__ = ["DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "call_arguments", "check", "expected_shape", "make_data", "oracle", "run"]

@@ -1,0 +1,138 @@
+"""The case matrix: every option, layout and boundary once, and some combinations. Each case runs in four dtypes on every row of the
+kernel table and on both back ends."""
+
+from __future__ import annotations
+
+from cuflash.testing import LAYOUTS, Case
+
+Shape = tuple[int, ...]
+
+
+def _lengths() -> list[Case]:
+    pairs = [(1, 1), (1, 64), (64, 1), (63, 65), (65, 63), (64, 64), (17, 200), (200, 131), (5, 0), (0, 5), (0, 0)]
+    cases = [Case(f"lengths-{n}x{m}", (2, 3, n, 64), (2, 3, m, 64)) for n, m in pairs]
+    cases += [Case(f"causal-{n}x{m}", (2, 2, n, 32), (2, 2, m, 32), options={"causal": True}) for n, m in pairs]
+    cases += [
+        Case(f"top_left-{n}x{m}", (1, 2, n, 32), (1, 2, m, 32), options={"causal": "top_left"}) for n, m in [(200, 70), (70, 200)]
+    ]
+    cases.append(Case("bottom_right", (1, 2, 90, 32), (1, 2, 200, 32), options={"causal": "bottom_right"}))
+    return cases
+
+
+def _head_dims() -> list[Case]:
+    dims = [(1, 1), (3, 3), (8, 8), (17, 17), (40, 40), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256)]
+    dims += [(320, 320), (512, 512), (64, 128), (128, 1), (1, 512), (72, 40), (192, 128)]
+    return [Case(f"head_dim-{d}-{dv}", (1, 2, 70, d), (1, 2, 75, d), head_dim_v=dv, options={"causal": True}) for d, dv in dims]
+
+
+def _heads() -> list[Case]:
+    cases = []
+    for heads_q, heads_kv in [(4, 2), (6, 2), (8, 1), (5, 5), (6, 3)]:
+        for n, m in [(1, 200), (3, 70), (100, 90)]:
+            cases.append(Case(f"heads-{heads_q}-{heads_kv}-{n}x{m}", (2, heads_q, n, 64), (2, heads_kv, m, 64), options={"causal": True}))
+    cases += [
+        Case("heads-none", (2, 0, 5, 16), (2, 0, 5, 16)),
+        Case("batch-none", (0, 2, 5, 16), (0, 2, 5, 16)),
+        Case("two_dimensions", (70, 32), (80, 32)),
+        Case("two_dimensions-into", (70, 32), (80, 32), give_out=True),
+        Case("three_dimensions", (2, 70, 32), (2, 80, 32), options={"causal": True}),
+        Case("batch-broadcast-k", (3, 2, 2, 20, 16), (2, 2, 30, 16)),
+        Case("batch-broadcast-both", (3, 1, 2, 20, 16), (1, 4, 2, 30, 16)),
+        Case("batch-broadcast-q", (2, 20, 16), (3, 2, 30, 16)),
+        Case("batch-six", (2, 1, 2, 1, 2, 2, 2, 9, 16), (1, 3, 1, 2, 1, 2, 2, 9, 16)),
+    ]
+    return cases
+
+
+def _visibility() -> list[Case]:
+    windows: list[tuple[int | None, int | None]] = [(0, 0), (3, None), (None, 2), (5, 7), (100, 0), (300, 300), (None, None)]
+    cases = [Case(f"window-{left}-{right}", (1, 2, 150, 32), (1, 2, 170, 32), options={"window": (left, right)}) for left, right in windows]
+    cases += [Case(f"window-causal-{w}", (1, 2, 200, 32), (1, 2, 200, 32), options={"window": (w, w), "causal": True}) for w in (0, 64, 130)]
+    for offset in (-70, -1000, 0, 5, 500, 2**40, -(2**70)):
+        cases.append(Case(f"offset-{offset}", (1, 2, 80, 32), (1, 2, 90, 32), options={"causal": True, "query_offset": offset}))
+    cases.append(Case("offset-window", (1, 2, 80, 32), (1, 2, 300, 32), options={"query_offset": 100, "window": (20, 30)}))
+    for dtype, shape in [("int32", (3,)), ("int64", (2, 1)), ("int8", ()), ("uint8", (2, 3)), ("uint64", (3,)), ("int16", (1, 3))]:
+        arrays: dict[str, tuple[Shape, str]] = {"query_offset": (shape, dtype)}
+        cases.append(Case(f"offset-array-{dtype}", (2, 3, 2, 70, 16), (2, 3, 2, 80, 16), options={"causal": True}, arrays=arrays))
+    return cases
+
+
+def _scores() -> list[Case]:
+    cases = [
+        Case("scale-0", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": 0}),
+        Case("scale-negative", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": -0.3, "causal": True}),
+        Case("scale-large", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": 30.0}),
+        Case("softcap", (1, 2, 70, 32), (1, 2, 80, 32), options={"softcap": 1.5, "causal": True}),
+        Case("softcap-tiny", (1, 1, 20, 16), (1, 1, 20, 16), options={"softcap": 1e-40}),
+        Case("softcap-huge", (1, 1, 20, 16), (1, 1, 20, 16), options={"softcap": 1e39}),
+    ]
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        cases.append(Case(f"bias-{dtype}", (2, 3, 70, 32), (2, 3, 200, 32), arrays={"bias": ((2, 3, 70, 200), dtype)}))
+    for name, shape in [("keys", (200,)), ("rows", (70, 1)), ("heads", (3, 1, 1)), ("batch", (2, 1, 70, 200)), ("scalar", ()), ("ones", (1, 1, 1, 1))]:
+        cases.append(Case(f"bias-{name}", (2, 3, 70, 16), (2, 3, 200, 16), arrays={"bias": (shape, "float32")}, options={"causal": True}))
+        cases.append(Case(f"mask-{name}", (2, 3, 70, 16), (2, 3, 200, 16), arrays={"mask": (shape, "bool")}))
+    for dtype, shape in [("float16", (4,)), ("float32", (2, 4)), ("bfloat16", (2, 1)), ("float64", ())]:
+        cases.append(Case(f"alibi-{dtype}", (2, 4, 70, 32), (2, 2, 90, 32), arrays={"alibi_slopes": (shape, dtype)}))
+        cases.append(Case(f"sinks-{dtype}", (2, 4, 70, 32), (2, 2, 60, 32), arrays={"sinks": (shape, dtype)}, options={"causal": True}))
+    cases.append(Case("sinks-no-keys", (2, 4, 7, 32), (2, 2, 0, 32), arrays={"sinks": ((4,), "float32")}))
+    cases.append(Case("mean", (1, 2, 64, 64), (1, 2, 3000, 64), value_mean=1.0))
+    return cases
+
+
+def _memory() -> list[Case]:
+    cases = []
+    for layout in LAYOUTS:
+        cases.append(Case(f"layout-{layout}", (2, 4, 70, 40), (2, 2, 90, 40), options={"causal": True}, layout=layout))
+        if layout != "broadcast":
+            cases.append(Case(f"layout-{layout}-into", (2, 4, 70, 64), (2, 2, 90, 64), layout=layout, give_out=True))
+    for dtype in ("float16", "bfloat16", "float32", "float64"):
+        cases.append(Case(f"out_dtype-{dtype}", (1, 2, 70, 32), (1, 2, 80, 32), options={"out_dtype": dtype}))
+    cases.append(Case("out_dtype-into", (1, 2, 70, 24), (1, 2, 80, 24), options={"out_dtype": "float64"}, give_out=True))
+    return cases
+
+
+def _packed() -> list[Case]:
+    boundaries = {
+        "plain": ((0, 70, 75, 200), (0, 90, 91, 230)),
+        "empty": ((0, 0, 70, 70, 71, 71), (0, 5, 5, 80, 80, 200)),
+        "tail": ((0, 64, 128), (0, 100, 130)),
+        "none": ((0,), (0,)),
+        "many": (tuple(range(0, 300, 2)), tuple(range(0, 450, 3))),
+    }
+    cases = []
+    for name, (q, k) in boundaries.items():
+        total_q, total_k = q[-1] + (9 if name in ("tail", "none") else 0), k[-1] + (11 if name == "tail" else 0)
+        for causal in (False, True):
+            cases.append(Case(f"packed-{name}-{causal}", (total_q, 4, 32), (total_k, 2, 32), cu_seqlens=(q, k), options={"causal": causal}))
+    q, k = boundaries["plain"]
+    for name, options in [
+        ("window", {"window": (20, 3)}),
+        ("top_left", {"causal": "top_left", "window": (30, None)}),
+        ("softcap", {"softcap": 2.0, "scale": 0.4, "max_seqlen_q": 3}),
+    ]:
+        cases.append(Case(f"packed-{name}", (200, 4, 64), (230, 2, 64), cu_seqlens=(q, k), options=options))
+    arrays: dict[str, tuple[Shape, str]] = {"alibi_slopes": ((3, 4), "float32"), "sinks": ((4,), "float32")}
+    cases.append(Case("packed-alibi-sinks", (200, 4, 40), (230, 1, 40), cu_seqlens=(q, k), options={"causal": True}, arrays=arrays))
+    cases.append(Case("packed-into", (209, 4, 72), (230, 4, 72), head_dim_v=40, cu_seqlens=(q, k), give_out=True, layout="gaps"))
+    cases.append(Case("packed-swapped", (200, 4, 32), (230, 4, 32), cu_seqlens=(q, k), layout="swapped"))
+    return cases
+
+
+def _combined() -> list[Case]:
+    everything: dict[str, tuple[Shape, str]] = {
+        "bias": ((4, 1, 200), "float32"),
+        "mask": ((2, 1, 70, 200), "bool"),
+        "alibi_slopes": ((4,), "float32"),
+        "sinks": ((2, 4), "float32"),
+        "query_offset": ((2,), "int32"),
+    }
+    options = {"causal": True, "window": (90, 5), "softcap": 3.0, "scale": -0.2}
+    return [
+        Case("everything", (2, 4, 70, 72), (2, 2, 200, 72), head_dim_v=40, options=options, arrays=everything),
+        Case("everything-few_rows", (2, 4, 3, 64), (2, 2, 200, 64), options=options, arrays=everything | {"mask": ((2, 1, 3, 200), "bool")}),
+        Case("everything-strided", (2, 4, 70, 72), (2, 2, 200, 72), options=options, arrays=everything, layout="swapped", give_out=True),
+    ]
+
+
+CASES = [*_lengths(), *_head_dims(), *_heads(), *_visibility(), *_scores(), *_memory(), *_packed(), *_combined()]
+DTYPES = ("float16", "bfloat16", "float32", "float64")

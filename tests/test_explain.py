@@ -1,0 +1,371 @@
+"""`explain`, `warmup` and `show_config`: what a call would do, without doing it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cuflash
+import cuflash.plan
+from cuflash import attention, attention_varlen, explain, options, warmup
+from cuflash.compile import compile_offline, source_digest
+from cuflash.kernels import KERNELS, device_of
+from cuflash.knobs import AUTOMATIC, KNOBS
+from cuflash.plan import make_plan
+from cuflash.problem import describe_attention
+
+# The function of the same name hides the module from ordinary imports.
+explain_module = sys.modules["cuflash.explain"]
+
+
+class StandIn:
+    """A description of an array."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any = np.float16, strides: tuple[int, ...] | None = None) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        if strides is not None:
+            self.strides = strides
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "gpu_available", lambda: False)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any) -> None:
+        raise ImportError("no NVRTC")
+
+    monkeypatch.setattr(explain_module, "compile_offline", missing)
+    monkeypatch.setattr(explain_module, "_resource_cache", {})
+
+
+def test_numpy_arrays() -> None:
+    x = zeros(2, 5, 8)
+    explanation = explain(attention, x, x, x, causal=True, return_lse=True)
+    assert explanation.kernel == "cpu" and explanation.device is None and explanation.plan is None
+    assert explanation.problem == describe_attention(x, x, x, causal=True, return_lse=True)[0]
+    assert (explanation.tile, explanation.source, explanation.workspace, explanation.refusals) == ("", "", 0, ())
+    assert str(explanation).splitlines()[0] == str(explanation.problem)
+    assert re.search(r"kernel +cpu: NumPy arrays are computed on the CPU, \d+ threads", str(explanation))
+
+
+def test_numpy_arrays_of_varlen() -> None:
+    x = zeros(9, 2, 8)
+    explanation = explain(attention_varlen, x, x, x, np.array([0, 4, 9]))
+    assert explanation.kernel == "cpu" and explanation.problem.op == "attention_varlen"
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("capability", [61, 75, 80, 90, 120])
+@pytest.mark.parametrize("make", [StandIn, np.zeros], ids=["stand-ins", "NumPy"])
+def test_a_device_that_is_not_here(capability: int, make: Callable[..., Any]) -> None:
+    x = make((1, 16, 4096, 64), np.float16)
+    explanation = explain(attention, x, x, x, causal=True, device=capability)
+    device = device_of(capability)
+    plan = make_plan(explanation.problem, device, AUTOMATIC)
+    assert (explanation.device, explanation.plan) == (device, plan)
+    assert (explanation.kernel, explanation.tile) == (plan.kernel, str(plan.tile))
+    assert (explanation.num_blocks, explanation.num_threads) == (plan.num_blocks, plan.tile.num_threads)
+    assert (explanation.shared_memory, explanation.workspace) == (plan.shared_memory, plan.workspace)
+    assert (explanation.registers, explanation.spill_bytes) == (None, None)
+    text = str(explanation)
+    for part in (
+        plan.kernel,
+        f"sm_{capability}",
+        f"{plan.tile} (rows x keys), {plan.tile.num_threads} threads",
+        f"{plan.num_blocks} blocks",
+        f"{plan.shared_memory} of {device.shared_memory_per_block} bytes",
+        f"unknown (no NVRTC here that compiles for sm_{capability})",
+        "workspace      0 bytes",
+    ):
+        assert part in text
+    assert "#define CUFLASH_HEAD_DIM 64\n" in explanation.source and source_digest() in explanation.source
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_stand_ins_mean_what_arrays_mean() -> None:
+    real = zeros(4, 5, 12, dtype=np.float16)[:, ::2, :8]
+    described = StandIn(real.shape, "float16", real.strides)
+    bias, mask = zeros(3, 3), zeros(3, 3, dtype=bool)
+    for chosen in (
+        {},
+        {"bias": bias, "mask": mask, "sinks": zeros(4), "alibi_slopes": zeros(4), "out_dtype": "float32"},
+        {"window": (3, None), "softcap": 5, "scale": 2, "query_offset": 3},
+        {"query_offset": np.int64(3)},
+        {"query_offset": np.array(3)},
+    ):
+        expected = describe_attention(real, real, real, **chosen)[0]
+        described_options = {
+            name: StandIn(x.shape, x.dtype, x.strides) if isinstance(x, np.ndarray) else x for name, x in chosen.items()
+        }
+        assert explain(attention, real, real, real, device=90, **chosen).problem == expected
+        assert explain(attention, described, described, described, device=90, **described_options).problem == expected
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_stand_ins_without_a_gpu_are_taken_as_numpys() -> None:
+    x = StandIn((2, 5, 8), ml_dtypes.bfloat16)
+    assert explain(attention, x, x, x).kernel == "cpu"
+    packed = StandIn((9, 2, 8))
+    assert explain(attention_varlen, packed, packed, packed, StandIn((3,), np.int32)).kernel == "cpu"
+    assert explain(attention, zeros(2, 5, 8, dtype=np.float16), StandIn((2, 5, 8)), StandIn((2, 5, 8))).kernel == "cpu"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_varlen_stand_ins() -> None:
+    x = StandIn((100, 4, 64))
+    explanation = explain(attention_varlen, x, x, x, StandIn((4,), np.int32), causal=True, device=90)
+    assert explanation.problem.batch == (3,) and explanation.plan is not None
+    assert dict(explanation.plan.macros)["VARLEN"] == 1
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    narrow = KERNELS[0]._replace(name="narrow", dtypes=("float16",))
+    narrower = narrow._replace(name="narrower", max_head_dim=32)
+    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrower, narrow, *KERNELS))
+    x = StandIn((4, 5, 64), np.float32)
+    explanation = explain(attention, x, x, x, device=90)
+    assert explanation.kernel == KERNELS[0].name
+    assert explanation.refusals == (
+        ("narrower", "dtype float32 is not one of float16"),
+        ("narrow", "dtype float32 is not one of float16"),
+    )
+    assert "  not narrow: dtype float32 is not one of float16" in str(explanation).splitlines()
+    x = StandIn((4, 5, 64), np.float16)
+    explanation = explain(attention, x, x, x, device=90)
+    assert (explanation.kernel, explanation.refusals) == ("narrow", (("narrower", "head_dim 64 is above 32"),))
+    with options(kernel=KERNELS[0].name):
+        assert explain(attention, x, x, x, device=90).refusals[1] == ("narrow", "options(kernel=...) chose another")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_options_choose() -> None:
+    x = StandIn((4, 500, 64), np.float32)
+    with options(tile="32x32"):
+        assert explain(attention, x, x, x, device=90).tile == "32x32"
+    with options(tile="63x64"), pytest.raises(ValueError, match="tile '63x64' cannot serve this call"):
+        explain(attention, x, x, x, device=90)
+    with options(kernel="cpu"), pytest.raises(ValueError, match="kernel 'cpu' cannot serve this call"):
+        explain(attention, x, x, x, device=90)
+
+
+@pytest.mark.parametrize("capability", [75, 90, 120])
+def test_registers_come_from_the_compiler(capability: int) -> None:
+    pytest.importorskip("cupy")
+    x = StandIn((4, 500, 64), np.float32)
+    explanation = explain(attention, x, x, x, device=capability)
+    assert explanation.plan is not None
+    resources = compile_offline(explanation.kernel, explanation.plan.macros, f"sm_{capability}")
+    assert (explanation.registers, explanation.spill_bytes) == (resources.registers, resources.spill_bytes)
+    assert 16 <= resources.registers <= 255
+    assert f"{resources.registers} per thread, {resources.spill_bytes} bytes spilled" in str(explanation)
+
+
+def test_nothing_to_launch_asks_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "compile_offline", None)
+    x = StandIn((4, 0, 64))
+    explanation = explain(attention, x, x, x, device=90)
+    assert (explanation.num_blocks, explanation.registers) == (0, None)
+
+
+Q = zeros(2, 5, 8)
+
+
+@pytest.mark.parametrize("capability", [None, 90])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"q": [[1.0]]},
+        {"q": None},
+        {"k": np.ma.zeros((2, 5, 8), np.float32)},
+        {"k": zeros(2, 5, 9)},
+        {"k": zeros(2, 5, 8, dtype=np.float16)},
+        {"v": Q.astype(Q.dtype.newbyteorder())},
+        {"v": np.float32(1)},
+        {"bias": zeros(6)},
+        {"bias": np.float32(0)},
+        {"mask": zeros(5)},
+        {"sinks": zeros(3)},
+        {"query_offset": 1.5},
+        {"query_offset": np.float64(1)},
+        {"query_offset": np.zeros(3, np.int64)},
+        {"window": 3},
+        {"softcap": 0},
+        {"scale": np.nan},
+        {"causal": "yes"},
+        {"precision": "fp8"},
+        {"out": zeros(2, 5, 9)},
+        {"out": Q},
+        {"out": np.broadcast_to(zeros(8), (2, 5, 8))},
+        {"out_dtype": int},
+        {"lse": zeros(2, 5, dtype=np.float16)},
+        {"bogus": 1},
+    ],
+    ids=lambda changes: "-".join(f"{name}-{type(x).__name__}" for name, x in changes.items()),
+)
+def test_errors_are_those_of_the_call(changes: dict[str, Any], capability: int | None) -> None:
+    arguments = {"q": Q, "k": zeros(2, 5, 8), "v": zeros(2, 5, 8), **changes}
+    with pytest.raises((TypeError, ValueError)) as expected:
+        attention(**arguments)
+    with pytest.raises(expected.type) as found:
+        explain(attention, device=capability, **arguments)
+    if "bogus" not in changes:
+        assert str(found.value) == str(expected.value)
+    if capability is None:
+        with pytest.raises(expected.type):
+            warmup(attention, **arguments)
+
+
+@pytest.mark.parametrize("choice", [{"kernel": "forward_scalar"}, {"tile": "64x64"}], ids=str)
+def test_refused_choices_are_those_of_the_call(choice: dict[str, str]) -> None:
+    with options(**choice):
+        with pytest.raises(ValueError, match="cannot serve this call") as expected:
+            attention(Q, Q, Q)
+        with pytest.raises(ValueError, match=re.escape(str(expected.value))):
+            explain(attention, Q, Q, Q)
+
+
+@pytest.mark.parametrize("capability", [None, 90])
+def test_varlen_errors_are_those_of_the_call(capability: int | None) -> None:
+    x = zeros(9, 2, 8)
+    for wrong in ([0, 9], np.zeros(0, int), np.zeros((2, 2), int), np.zeros(3)):
+        with pytest.raises((TypeError, ValueError)) as expected:
+            attention_varlen(x, x, x, wrong)
+        with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+            explain(attention_varlen, x, x, x, wrong, device=capability)
+
+
+@pytest.mark.parametrize("wrong", [9.0, "sm_90", True, 9, -90, 1000, (9, 0)])
+def test_device_is_a_compute_capability(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"device is .*, expected a compute capability such as 90 for 9\.0"):
+        explain(attention, Q, Q, Q, device=wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, "attention", np.matmul, print])
+@pytest.mark.parametrize("function", [explain, warmup])
+def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"function is .*, expected cuflash\.attention or cuflash\.attention_varlen"):
+        function(wrong, Q, Q, Q)
+
+
+def test_missing_arguments_are_named() -> None:
+    with pytest.raises(TypeError, match="'v'"):
+        explain(attention, Q, Q)
+
+
+def test_explanation_is_frozen() -> None:
+    explanation = explain(attention, Q, Q, Q)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        explanation.kernel = "other"  # type: ignore[misc]
+    assert explanation == explain(attention, Q, Q, Q)
+    assert isinstance(explanation, cuflash.Explanation)
+
+
+def test_explain_writes_nothing() -> None:
+    out = np.full((2, 5, 8), 7, np.float32)
+    explain(attention, Q, Q, Q, out=out)
+    assert (out == 7).all()
+
+
+def test_torch_tensors_cannot_be_described() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.zeros(2, 5, 8)
+    with pytest.raises(TypeError, match=r"q is a stand-in that NumPy cannot read: .*torch\.float32"):
+        explain(attention, x, x, x, device=90)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_warmup_has_nothing_to_do_for_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "kernel_function", None)
+    assert warmup(attention, Q, Q, Q, causal=True) is None
+    x = StandIn((2, 5, 8))
+    assert warmup(attention, x, x, x) is None
+    packed = zeros(9, 2, 8)
+    assert warmup(attention_varlen, packed, packed, packed, np.array([0, 9])) is None
+
+
+@pytest.mark.gpu
+def test_gpu_arrays_and_stand_ins_agree() -> None:
+    import cupy
+
+    x, described = cupy.zeros((2, 5, 8), np.float32), StandIn((2, 5, 8), np.float32)
+    explanation = explain(attention, x, x, x)
+    assert explanation == explain(attention, described, described, described)
+    capability = int(x.device.compute_capability)
+    assert explanation.device is not None and explanation.device.compute_capability == capability
+    assert explain(attention, Q, Q, Q).kernel == "cpu"
+
+
+@pytest.mark.gpu
+def test_warmup_compiles_once_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    from cuflash import compile as compile_module
+
+    built = []
+    build = compile_module._build
+    monkeypatch.setattr(compile_module, "_functions", {})
+    monkeypatch.setattr(compile_module, "_build", lambda plan, device: built.append(plan) or build(plan, device))
+    x = cupy.zeros((2, 5, 8), np.float32)
+    monkeypatch.setattr(cupy, "empty", None)
+    warmup(attention, x, x, x)
+    warmup(attention, x, x, x)
+    warmup(attention, *(StandIn((2, 5, 8), np.float32),) * 3)
+    assert len(built) == 1
+
+
+def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_TILE", "32x32")
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"cuflash {cuflash.__version__}, sources {source_digest()}, Python ")
+    for part in (f"numpy {np.__version__}", "CPU back end with", *(spec.summary for spec in KERNELS), "settings:"):
+        assert part in printed
+    assert all(f"  {knob.variable}=" in printed for knob in KNOBS)
+    assert "  CUFLASH_TILE=32x32\n" in printed and "  CUFLASH_COMPILE=import\n" in printed
+
+
+def test_show_config_without_a_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "driver_installed", lambda: False)
+    cuflash.show_config()
+    assert "no CUDA driver: NumPy arrays only" in capsys.readouterr().out
+
+
+def test_show_config_with_a_broken_cupy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "driver_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert "CUDA driver found, but CuPy cannot be imported (" in printed and "pip install 'cuflash[cuda13]'" in printed
+
+
+@pytest.mark.gpu
+def test_show_config_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    import cupy
+
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert f"cupy {cupy.__version__}, NVRTC " in printed
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert f"GPU 0: {name}, compute capability " in printed
+
+
+def test_gpu_available_survives_a_broken_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explain_module, "driver_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert explain_module.gpu_available() is False

@@ -1,0 +1,69 @@
+"""The case matrix on the NumPy back end and on every row of the kernel table."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, DTYPES
+
+import cuflash
+from cuflash.compile import kernel_function
+from cuflash.kernels import KERNELS, KernelSpec
+from cuflash.knobs import Settings
+from cuflash.launch import device_info
+from cuflash.plan import make_plan
+from cuflash.problem import describe_attention, describe_varlen
+from cuflash.testing import Case, call_arguments, check, make_data, run
+
+
+def _assert_right_twice(case: Case, dtype: str, xp: Any) -> None:
+    data = make_data(case, dtype)
+    first = run(case, data, xp)
+    check(case, data, first)
+    second = run(case, data, xp)
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cpu(case: Case, dtype: str) -> None:
+    _assert_right_twice(case, dtype, np)
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """Compile what the cases need in threads, which takes a fraction of the time that the tests one by one would."""
+    device = device_info(0)
+
+    def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
+        positional, options = call_arguments(case, dtype)
+        describe = describe_attention if case.cu_seqlens is None else describe_varlen
+        problem, _ = describe(*positional, **options)
+        if spec.refusal(problem, device) is None:
+            kernel_function(make_plan(problem, device, Settings(spec.name, "", False)), 0)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(compile_one, spec, case, dtype) for spec in KERNELS for case in CASES for dtype in DTYPES]
+        for job in jobs:
+            job.result()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
+    import cupy
+
+    with cuflash.options(kernel=spec.name):
+        positional, options = call_arguments(case, dtype)
+        describe = describe_attention if case.cu_seqlens is None else describe_varlen
+        if spec.refusal(describe(*positional, **options)[0], device_info(0)) is None:
+            _assert_right_twice(case, dtype, cupy)
+            return
+        with pytest.raises(ValueError, match="cannot serve this call"):
+            run(case, make_data(case, dtype), cupy)

@@ -1,0 +1,183 @@
+"""What `import cuflash` does, costs and survives; each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cuflash
+
+ROOT = Path(cuflash.__file__).parent.parent
+
+# The driver is looked for with ctypes: hiding or pretending it there makes machines with and without a GPU alike.
+DRIVER = """
+import ctypes
+_load = ctypes.CDLL
+def _pretend(name, *args, **options):
+    if name in ("libcuda.so.1", "nvcuda.dll"):
+        if {installed}:
+            return object()
+        raise OSError(name)
+    return _load(name, *args, **options)
+ctypes.CDLL = _pretend
+"""
+WITHOUT_DRIVER, WITH_DRIVER = DRIVER.format(installed=False), DRIVER.format(installed=True)
+WORKS = """
+x = numpy.ones((3, 16), numpy.float32)
+assert (cuflash.attention(x, x, x) == 1).all()
+"""
+
+
+def python(code: str, *paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    found = os.pathsep.join(filter(None, [*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": found, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    return run
+
+
+def measure(code: str, **environment: str) -> Any:
+    return json.loads(python(code, **environment).stdout)
+
+
+def test_neither_cupy_nor_cuda_is_imported_without_a_driver() -> None:
+    code = f"""
+import json, sys, numpy
+{WITHOUT_DRIVER}
+import cuflash
+{WORKS}
+print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))
+"""
+    imported = set(measure(code))
+    assert "cuflash" in imported
+    assert not imported & {"cupy", "cupyx", "cupy_backends", "cuda", "nvidia", "torch", "scipy", "numba"}
+
+
+def test_import_without_a_driver_is_quick() -> None:
+    code = f"""
+import time, numpy
+{WITHOUT_DRIVER}
+begin = time.perf_counter()
+import cuflash
+print(time.perf_counter() - begin)
+"""
+    seconds = min(measure(code) for _ in range(5))
+    # The aim is 0.15 s; machines whose cores are shared need some room.
+    assert seconds < 0.3, f"{seconds:.3f} s above import numpy"
+
+
+def test_import_is_silent_without_a_driver() -> None:
+    done = python(f"{WITHOUT_DRIVER}\nimport cuflash, numpy\n{WORKS}")
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def fake_cupy(folder: Path, code: str) -> Path:
+    (folder / "cupy").mkdir()
+    (folder / "cupy" / "__init__.py").write_text(code)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        "ImportError('libnvrtc.so.13: cannot open shared object file')",
+        "ModuleNotFoundError('No module named fastrlock', name='fastrlock')",
+        "RuntimeError('CuPy is installed twice')",
+        "OSError('the cache folder is read-only')",
+    ],
+)
+def test_broken_cupy_is_a_warning(error: str, tmp_path: Path) -> None:
+    folder = fake_cupy(tmp_path, f"raise {error}")
+    done = python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", folder)
+    message = error.partition("'")[2].partition("'")[0]
+    assert f"RuntimeWarning: cuflash could not compile its kernels at import: {message}" in done.stderr
+
+
+def test_missing_cupy_is_no_warning(tmp_path: Path) -> None:
+    """A machine with a driver whose user wants NumPy only."""
+    folder = fake_cupy(tmp_path, "raise ModuleNotFoundError('No module named cupy', name='cupy')")
+    assert python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", folder).stderr == ""
+
+
+def test_driver_without_a_device_is_no_warning(tmp_path: Path) -> None:
+    folder = fake_cupy(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\nclass ndarray: pass")
+    assert python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", folder).stderr == ""
+
+
+def test_failing_device_is_a_warning(tmp_path: Path) -> None:
+    code = """
+class cuda:
+    is_available = staticmethod(lambda: True)
+    class runtime:
+        def getDevice():
+            raise RuntimeError('the device is gone')
+class ndarray: pass
+"""
+    done = python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", fake_cupy(tmp_path, code))
+    assert "RuntimeWarning: cuflash could not compile its kernels at import: the device is gone" in done.stderr
+
+
+def test_lazy_does_not_touch_cupy(tmp_path: Path) -> None:
+    folder = fake_cupy(tmp_path, "raise RuntimeError('must not be imported')")
+    code = f"{WITH_DRIVER}\nimport sys, cuflash, numpy\n{WORKS}\nassert 'cupy' not in sys.modules"
+    assert python(code, folder, CUFLASH_COMPILE="lazy").stderr == ""
+
+
+@pytest.mark.parametrize("value", ["later", "", "LAZY"])
+def test_unknown_compile_mode_is_a_warning(value: str) -> None:
+    done = python(f"{WITHOUT_DRIVER}\nimport cuflash, numpy\n{WORKS}", CUFLASH_COMPILE=value)
+    assert f"UserWarning: CUFLASH_COMPILE is '{value}', expected 'import' or 'lazy'" in done.stderr
+    assert "<string>" in done.stderr, "the warning must point at the program's own import"
+
+
+@pytest.mark.gpu
+def test_cold_import_prints_one_line_and_warm_import_none(tmp_path: Path) -> None:
+    cold = python("import cuflash", CUPY_CACHE_DIR=str(tmp_path))
+    assert re.fullmatch(r"cuflash: compiling \d+ kernels for sm_\w+, once .*, \d+\.\d s\n", cold.stderr)
+    assert cold.stdout == ""
+    warm = python("import cuflash", CUPY_CACHE_DIR=str(tmp_path))
+    assert (warm.stdout, warm.stderr) == ("", "")
+
+
+@pytest.mark.gpu
+def test_warm_import_is_quick(tmp_path: Path) -> None:
+    code = """
+import time, cupy
+cupy.empty(1)
+begin = time.perf_counter()
+import cuflash
+print(time.perf_counter() - begin)
+"""
+    measure(code, CUPY_CACHE_DIR=str(tmp_path))
+    seconds = min(measure(code, CUPY_CACHE_DIR=str(tmp_path)) for _ in range(5))
+    assert seconds <= 0.25, f"{seconds:.3f} s above import cupy; cupy.empty(1)"
+
+
+@pytest.mark.gpu
+def test_lazy_compiles_nothing_until_a_call_needs_it(tmp_path: Path) -> None:
+    code = """
+import cuflash, cuflash.compile, cupy
+assert not cuflash.compile._functions
+x = cupy.ones((2, 5, 8), 'float32')
+cuflash.attention(x, x, x)
+assert len(cuflash.compile._functions) == 1
+"""
+    done = python(code, CUFLASH_COMPILE="lazy", CUPY_CACHE_DIR=str(tmp_path))
+    assert done.stderr == ""
+
+
+@pytest.mark.gpu
+def test_no_usable_gpu_with_a_driver() -> None:
+    done = python("import cuflash, numpy\n" + WORKS, CUDA_VISIBLE_DEVICES="")
+    assert (done.stdout, done.stderr) == ("", "")

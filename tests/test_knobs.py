@@ -1,0 +1,296 @@
+"""Environment variables and `options()`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import knobs
+from cuflash.compile import dump, entry_text
+from cuflash.kernels import device_of
+from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
+from cuflash.plan import make_plan
+from cuflash.problem import describe_attention
+
+X = np.ones((2, 5, 8), np.float32)
+PACKAGE = Path(cuflash.__file__).parent
+
+
+def test_automatic_by_default() -> None:
+    assert settings() == AUTOMATIC
+    assert Settings("", "", False) == AUTOMATIC
+
+
+def test_options_nest_and_what_is_left_out_stays() -> None:
+    with cuflash.options(kernel="forward_scalar"):
+        assert settings() == Settings("forward_scalar", "", False)
+        with cuflash.options(tile="64x64", log=True):
+            assert settings() == Settings("forward_scalar", "64x64", True)
+            with cuflash.options(kernel="", log=False):
+                assert settings() == Settings("", "64x64", False)
+            assert settings() == Settings("forward_scalar", "64x64", True)
+        assert settings() == Settings("forward_scalar", "", False)
+    assert settings() == AUTOMATIC
+
+
+def test_options_end_with_an_error_too() -> None:
+    with pytest.raises(KeyError), cuflash.options(kernel="cpu"):
+        raise KeyError
+    assert settings() == AUTOMATIC
+
+
+def test_options_can_be_entered_again() -> None:
+    chosen = cuflash.options(kernel="cpu")
+    for _ in range(2):
+        with chosen:
+            with chosen:
+                assert settings().kernel == "cpu"
+            assert settings().kernel == "cpu"
+        assert settings() == AUTOMATIC
+
+
+def test_options_do_not_reach_other_threads() -> None:
+    inside, outside = [], []
+    entered, looked = threading.Event(), threading.Event()
+
+    def other() -> None:
+        entered.wait(10)
+        inside.append(settings())
+        with cuflash.options(kernel="cpu", log=True):
+            inside.append(settings())
+            looked.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    with cuflash.options(tile="64x64"):
+        entered.set()
+        looked.wait(10)
+        outside.append(settings())
+    thread.join()
+    assert inside == [AUTOMATIC, Settings("cpu", "", True)]
+    assert outside == [Settings("", "64x64", False)]
+
+
+def test_one_object_serves_several_threads() -> None:
+    chosen = cuflash.options(kernel="cpu")
+    barrier = threading.Barrier(4, timeout=10)
+
+    def other(_: int) -> tuple[str, str]:
+        barrier.wait()
+        with chosen:
+            barrier.wait()
+            inside = settings().kernel
+        barrier.wait()
+        return inside, settings().kernel
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(other, range(4))) == [("cpu", "")] * 4
+
+
+def test_options_do_not_reach_other_tasks() -> None:
+    async def task(kernel: str, barrier: asyncio.Event) -> str:
+        with cuflash.options(kernel=kernel):
+            barrier.set()
+            await asyncio.sleep(0.01)
+            return settings().kernel
+
+    async def both() -> list[str]:
+        return await asyncio.gather(task("cpu", asyncio.Event()), task("forward_scalar", asyncio.Event()))
+
+    assert asyncio.run(both()) == ["cpu", "forward_scalar"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "words"),
+    [
+        ({"kernel": "fast"}, ValueError, "kernel is 'fast', expected one of forward_scalar, cpu"),
+        ({"kernel": 3}, TypeError, "kernel is 3 (int), expected a str"),
+        ({"tile": (64, 64)}, TypeError, "tile is (64, 64) (tuple), expected a str"),
+        ({"log": 1}, TypeError, "log is 1 (int), expected a bool"),
+        ({"log": "yes"}, TypeError, "log is 'yes' (str), expected a bool"),
+        ({"threads": 3}, TypeError, "threads"),
+    ],
+)
+def test_wrong_options_raise_at_once(wrong: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        cuflash.options(**wrong)
+
+
+def test_positional_options_are_refused() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        cuflash.options("cpu")  # type: ignore[misc]
+
+
+def in_a_new_process(code: str, **environment: str) -> str:
+    """What a program prints, or the last line of its error."""
+    python_path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    run = subprocess.run(
+        [sys.executable, "-c", "import numpy as np, cuflash\nx = np.ones((2, 5, 8), np.float32)\n" + code],
+        env={**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+    )
+    return run.stdout + run.stderr if run.returncode == 0 else run.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({"CUFLASH_KERNEL": "forward_scalar", "CUFLASH_TILE": "32x32"}, Settings("forward_scalar", "32x32", False)),
+        ({"CUFLASH_LOG": "1"}, Settings("", "", True)),
+        ({"CUFLASH_LOG": "0"}, AUTOMATIC),
+        ({"CUFLASH_LOG": ""}, AUTOMATIC),
+    ],
+    ids=str,
+)
+def test_environment_gives_the_defaults(environment: dict[str, str], expected: Settings) -> None:
+    code = "from cuflash.knobs import settings; print(settings())"
+    assert in_a_new_process(code, **environment) == f"{expected}\n"
+
+
+def test_options_override_the_environment() -> None:
+    code = "with cuflash.options(kernel='cpu', log=True): cuflash.attention(x, x, x)"
+    printed = in_a_new_process(code, CUFLASH_KERNEL="forward_scalar")
+    assert printed == "cuflash: attention float32, batch 1, heads 2/2, 5 x 5, head_dim 8 -> cpu\n"
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"CUFLASH_KERNEL": "forward_scalar"}, "ValueError: kernel 'forward_scalar' cannot serve this call: "),
+        ({"CUFLASH_KERNEL": "fast"}, "ValueError: kernel 'fast' cannot serve this call: "),
+        ({"CUFLASH_TILE": "64x64"}, "ValueError: tile '64x64' cannot serve this call: "),
+        ({"CUFLASH_NUM_THREADS": "many"}, "ValueError: CUFLASH_NUM_THREADS is 'many', expected a positive int"),
+    ],
+    ids=str,
+)
+def test_environment_reaches_calls(environment: dict[str, str], words: str) -> None:
+    assert in_a_new_process("cuflash.attention(x, x, x)", **environment).startswith(words)
+
+
+def test_unknown_kernel_of_the_environment_is_named() -> None:
+    problem = describe_attention(X, X, X)[0]
+    with pytest.raises(ValueError, match="kernel is 'fast', expected one of forward_scalar, cpu"):
+        make_plan(problem, device_of(90), Settings("fast", "", False))
+
+
+def test_log_is_one_line_per_call(capsys: pytest.CaptureFixture[str]) -> None:
+    with cuflash.options(log=True):
+        cuflash.attention(X, X, X)
+        cuflash.attention(X, X, X, softcap=3)
+    assert capsys.readouterr().err.splitlines() == [
+        "cuflash: attention float32, batch 1, heads 2/2, 5 x 5, head_dim 8 -> cpu",
+        "cuflash: attention float32, batch 1, heads 2/2, 5 x 5, head_dim 8, softcap 3 -> cpu",
+    ]
+
+
+def test_log_is_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+    cuflash.attention(X, X, X)
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+
+
+def test_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert knobs.num_threads() == usable
+    for text in ("", "1", "7"):
+        monkeypatch.setenv("CUFLASH_NUM_THREADS", text)
+        assert knobs.num_threads() == (int(text) if text else usable)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "²"])
+def test_num_threads_must_be_positive(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_NUM_THREADS", text)
+    with pytest.raises(ValueError, match=f"CUFLASH_NUM_THREADS is '{re.escape(text)}', expected a positive int"):
+        knobs.num_threads()
+
+
+def test_results_do_not_depend_on_num_threads(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    q, k, v = rng.standard_normal((3, 3, 300, 16), dtype=np.float32)
+    results = []
+    for threads in ("1", "2", "5"):
+        monkeypatch.setenv("CUFLASH_NUM_THREADS", threads)
+        results.append(cuflash.attention(q, k, v, causal=True).tobytes())
+    assert len(set(results)) == 1
+
+
+def test_dump_writes_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(describe_attention(X, X, X)[0], device_of(90), AUTOMATIC)
+    text = entry_text(plan.kernel, plan.macros)
+    dump(plan.kernel, text)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "new" / "folder"))
+    for _ in range(2):
+        dump(plan.kernel, text)
+    dump(plan.kernel, text + "\n")
+    written = sorted((tmp_path / "new" / "folder").iterdir())
+    assert len(written) == 2
+    assert {path.read_text() for path in written} == {text, text + "\n"}
+    assert all(path.name.startswith("forward_scalar_") and path.suffix == ".cu" for path in written)
+
+
+@pytest.mark.gpu
+def test_dump_happens_when_a_kernel_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    from cuflash import compile as compile_module
+
+    monkeypatch.setattr(compile_module, "_functions", {})
+    monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path))
+    x = cupy.asarray(X)
+    cuflash.warmup(cuflash.attention, x, x, x)
+    (written,) = tmp_path.iterdir()
+    assert written.read_text() == cuflash.explain(cuflash.attention, x, x, x).source
+
+
+@pytest.mark.gpu
+def test_log_names_kernel_and_tile_every_time(capsys: pytest.CaptureFixture[str]) -> None:
+    import cupy
+
+    x = cupy.asarray(X)
+    with cuflash.options(log=True):
+        for _ in range(3):
+            cuflash.attention(x, x, x)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1
+    assert re.fullmatch(r"cuflash: attention float32, .* -> forward_scalar tile \d+x\d+, .*", lines[0])
+
+
+@pytest.mark.gpu
+def test_options_are_not_mixed_up_by_the_launch_cache() -> None:
+    import cupy
+
+    x = cupy.asarray(X)
+    for _ in range(2):
+        cuflash.attention(x, x, x)
+        with cuflash.options(tile="63x64"), pytest.raises(ValueError, match="tile '63x64' cannot serve this call"):
+            cuflash.attention(x, x, x)
+        with cuflash.options(kernel="cpu"), pytest.raises(ValueError, match="kernel 'cpu' cannot serve this call"):
+            cuflash.attention(x, x, x)
+
+
+def test_every_variable_has_one_place() -> None:
+    """What the code reads is what `KNOBS` lists, and each is explained."""
+    named = {name for path in PACKAGE.glob("*.py") for name in re.findall(r'"(CUFLASH_[A-Z_]+)"', path.read_text())}
+    macros = {"CUFLASH_FLOAT16", "CUFLASH_BFLOAT16", "CUFLASH_FLOAT32", "CUFLASH_FLOAT64"}
+    assert named - macros == {knob.variable for knob in KNOBS}
+    assert all(len(knob.meaning) > 20 for knob in KNOBS)
+
+
+def test_read_takes_the_environment_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert knobs.read("CUFLASH_COMPILE") == "import"
+    monkeypatch.setenv("CUFLASH_COMPILE", "lazy")
+    assert knobs.read("CUFLASH_COMPILE") == "lazy"
+    with pytest.raises(KeyError):
+        knobs.read("CUFLASH_NO_SUCH_THING")

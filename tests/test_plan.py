@@ -1,0 +1,544 @@
+"""The choice of kernel, tile and grid, without a GPU.
+
+`python tests/test_plan.py` prints the golden table anew, for when a plan is changed on purpose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cuflash.plan
+from cuflash.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
+from cuflash.kernels import _SHARED_MEMORY_KB, FEATURES, KERNELS, Device, device_of, kernel_names, used_features
+from cuflash.knobs import AUTOMATIC, Settings
+from cuflash.params import BATCH_AXES
+from cuflash.plan import Plan, make_plan, refusals
+from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
+
+DEVICES = [device_of(capability) for capability in (50, 61, *_SHARED_MEMORY_KB)]
+H200 = device_of(90)
+
+
+def gpu(
+    shape: tuple[int, ...], dtype: str = "float16", strides: tuple[int, ...] | None = None, at: int = 0
+) -> ArrayInfo:
+    """An array on a GPU that is nowhere; strides in bytes."""
+    strides = contiguous_strides(shape, ITEMSIZE[dtype]) if strides is None else strides
+    return ArrayInfo(None, shape, strides, dtype, at, 0, True)
+
+
+def swapped(shape: tuple[int, ...], dtype: str = "float16") -> ArrayInfo:
+    """(..., heads, sequence, feature) that lies in memory as (..., sequence, heads, feature)."""
+    *batch, heads, length, features = shape
+    *outer, row, head, column = contiguous_strides((*batch, length, heads, features), ITEMSIZE[dtype])
+    return gpu(shape, dtype, (*outer, head, row, column))
+
+
+def dense(q: Any, k: Any = None, v: Any = None, **options: Any) -> Problem:
+    k = q if k is None else k
+    return describe_attention(q, k, k if v is None else v, **options)[0]
+
+
+def square(dtype: str, head_dim: int, length: int = 4096, heads: int = 16, batch: int = 4, **options: Any) -> Problem:
+    return dense(gpu((batch, heads, length, head_dim), dtype), **options)
+
+
+def packed(lengths: int, total: int, heads: int, heads_kv: int, head_dim: int, dtype: str, **options: Any) -> Problem:
+    q, k = gpu((total, heads, head_dim), dtype), gpu((total, heads_kv, head_dim), dtype)
+    return describe_varlen(q, k, k, gpu((lengths + 1,), "int32"), **options)[0]
+
+
+def six_axes(dtype: str = "float32") -> Problem:
+    """Leading axes of which no two can be walked as one: every second index of each."""
+    shape = (2, 3, 2, 3, 2, 3, 1, 8, 64)
+    memory = contiguous_strides(tuple(2 * length for length in shape), ITEMSIZE[dtype])
+    return dense(gpu(shape, dtype, tuple(2 * step for step in memory[:-1]) + memory[-1:]))
+
+
+CASES: list[tuple[str, Problem, int]] = [
+    *((f"{dtype} D=64", square(dtype, 64), 90) for dtype in FLOAT_NAMES),
+    *((f"{dtype} D=128 causal", square(dtype, 128, causal=True), 90) for dtype in FLOAT_NAMES),
+    *((f"{dtype} D=256", square(dtype, 256), 90) for dtype in FLOAT_NAMES),
+    *((f"{dtype} D=512", square(dtype, 512), 90) for dtype in FLOAT_NAMES),
+    *((f"float32 D={head_dim}", square("float32", head_dim), 90) for head_dim in (1, 16, 17, 33, 65, 80, 96, 192, 257)),
+    *(
+        (f"float32 D=128 on {capability}", square("float32", 128), capability)
+        for capability in (61, 70, 75, 80, 86, 120)
+    ),
+    *((f"float64 D=512 on {capability}", square("float64", 512), capability) for capability in (61, 75, 86)),
+    ("D=192 Dv=128", dense(gpu((4, 16, 999, 192)), v=gpu((4, 16, 999, 128))), 90),
+    ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
+    ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
+    ("MQA, seven queries", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
+    ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
+    ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
+    ("no queries", dense(gpu((2, 4, 0, 64)), gpu((2, 4, 7, 64))), 90),
+    ("no keys", dense(gpu((2, 4, 7, 64)), gpu((2, 4, 0, 64))), 90),
+    ("no batch", dense(gpu((0, 4, 7, 64))), 90),
+    ("no heads", dense(gpu((2, 0, 7, 64))), 90),
+    ("(B, N, H, D) swapped", dense(swapped((4, 16, 1000, 64))), 90),
+    ("three batch axes", dense(gpu((2, 3, 5, 4, 100, 64))), 90),
+    ("batch of q broadcast", dense(gpu((1, 4, 100, 64)), gpu((9, 4, 100, 64))), 90),
+    ("six batch axes", six_axes(), 90),
+    ("unaligned rows", dense(gpu((2, 4, 100, 64), strides=(51600, 12900, 129, 2))), 90),
+    ("unaligned address", dense(gpu((2, 4, 100, 64), at=2)), 90),
+    ("D=68 of float16", dense(gpu((2, 4, 100, 68))), 90),
+    ("every second feature", dense(gpu((2, 4, 100, 64), strides=(102400, 25600, 256, 4))), 90),
+    ("softcap window", square("float16", 64, softcap=30, window=(128, 0)), 90),
+    (
+        "bias mask",
+        square("bfloat16", 64, 100, bias=gpu((4, 1, 100, 100), "float32"), mask=gpu((100, 100), "bool")),
+        90,
+    ),
+    ("sinks alibi_slopes", square("float16", 64, sinks=gpu((16,), "float32"), alibi_slopes=gpu((16,), "float32")), 90),
+    ("out_dtype", square("float16", 64, out_dtype="float32"), 90),
+    ("varlen", packed(8, 8192, 16, 16, 64, "float16", causal=True), 90),
+    ("varlen, GQA, short", packed(100, 800, 32, 8, 64, "float16"), 90),
+    ("varlen, no tokens", packed(3, 0, 4, 4, 64, "float32"), 90),
+    ("varlen, no sequences", packed(0, 10, 4, 4, 64, "float32"), 90),
+]
+
+GOLDEN = """\
+float16 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
+bfloat16 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
+float32 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
+float64 D=64, forward_scalar, 128x64/256, grid 2048, 202864 B, batch 0:4, D 64/64, align 16, x1
+float16 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
+bfloat16 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
+float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
+float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168048 B, batch 0:4, D 128/128, align 16, x1, longest first
+float16 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
+float32 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
+float64 D=256, forward_scalar, 32x64/256, grid 8192, 150640 B, batch 0:4, D 256/256, align 16, x1
+float16 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
+bfloat16 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
+float32 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512, forward_scalar, 32x64/256, grid 8192, 216176 B, batch 0:4, D 512/512, align 16, x1
+float32 D=1, forward_scalar, 64x64/128, grid 4096, 32880 B, batch 0:4, D 16/16, align 4, x3
+float32 D=16, forward_scalar, 64x64/128, grid 4096, 32880 B, batch 0:4, D 16/16, align 16, x3
+float32 D=17, forward_scalar, 64x64/128, grid 4096, 45168 B, batch 0:4, D 32/32, align 4, x3
+float32 D=33, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 4, x3
+float32 D=65, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 4, x2
+float32 D=80, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 16, x2
+float32 D=96, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 16, x2
+float32 D=192, forward_scalar, 64x64/256, grid 4096, 102512 B, batch 0:4, D 192/192, align 16, x1
+float32 D=257, forward_scalar, 64x64/256, grid 4096, 135280 B, batch 0:4, D 320/320, align 4, x1
+float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39024 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60528 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
+float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x2
+D=192 Dv=128, forward_scalar, 64x64/128, grid 1024, 102512 B, batch 0:4, D 192/128, align 16, x2
+GQA, one query, forward_scalar, 16x64/128, grid 64, 47728 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
+GQA, many queries, forward_scalar, 64x64/128, grid 16384, 86128 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
+MQA, seven queries, forward_scalar, 16x64/128, grid 112, 47728 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x3
+MHA, one query, forward_scalar, 16x64/128, grid 256, 47728 B, batch 0:8, D 128/128, align 16, x3
+digits, forward_scalar, 16x64/128, grid 38, 43632 B, D 64/16, align 4, x3
+no queries, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:2, D 64/64, align 16, x3
+no keys, forward_scalar, 16x64/128, grid 8, 43632 B, batch 0:2, D 64/64, align 16, x3
+no batch, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:0, D 64/64, align 16, x3
+no heads, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:2, D 64/64, align 16, x3
+(B, N, H, D) swapped, forward_scalar, 64x64/128, grid 1024, 69744 B, batch 0:4, D 64/64, align 16, x3
+three batch axes, forward_scalar, 64x64/128, grid 240, 69744 B, batch 2:30, D 64/64, align 16, x3
+batch of q broadcast, forward_scalar, 16x64/128, grid 252, 43632 B, batch 0:9, D 64/64, align 16, x3
+six batch axes, forward_scalar, 16x64/128, grid 36, 43632 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
+unaligned rows, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 1, x3
+unaligned address, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 2, x3
+D=68 of float16, forward_scalar, 16x64/128, grid 56, 29296 B, batch 0:2, D 96/96, align 2, x3
+every second feature, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 2, x3
+softcap window, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3, longest first, softcap
+bias mask, forward_scalar, 32x64/128, grid 256, 52336 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
+sinks alibi_slopes, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
+out_dtype, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3, out=float32
+varlen, forward_scalar, 64x64/128, grid 2208, 69744 B, D 64/64, align 16, x3, varlen
+varlen, GQA, short, forward_scalar, 32x64/128, grid 1616, 52336 B, heads 4 of 4, D 64/64, align 16, x3, varlen
+varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43632 B, D 64/64, align 16, x3, varlen
+varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43632 B, D 64/64, align 16, x3, varlen
+"""
+
+
+def axes(pairs: tuple[tuple[int, int], ...]) -> str:
+    return " ".join(f"{axis}:{length}" for axis, length in pairs)
+
+
+def row(name: str, problem: Problem, capability: int) -> str:
+    plan = make_plan(problem, device_of(capability), AUTOMATIC)
+    macros = dict(plan.macros)
+    chosen = [name.lower() for name in ("MASK", "SOFTCAP", "VARLEN") if macros[name]]
+    if macros["BIAS_DTYPE"]:
+        chosen.append(f"bias={macros['BIAS_DTYPE']}")
+    if macros["OUT_DTYPE"] != macros["DTYPE"]:
+        chosen.append(f"out={macros['OUT_DTYPE']}")
+    cells = (
+        name,
+        plan.kernel,
+        f"{plan.tile}/{plan.tile.num_threads}",
+        f"grid {plan.num_blocks}",
+        f"{plan.shared_memory} B",
+        f"heads {plan.packed_heads} of {plan.group_size}" if plan.group_size > 1 else "",
+        f"batch {axes(plan.batch_axes)}" if plan.batch_axes else "",
+        f"outer {axes(plan.outer_axes)}" if plan.outer_axes else "",
+        f"D {macros['HEAD_DIM']}/{macros['HEAD_DIM_V']}",
+        f"align {macros['ALIGNMENT']}",
+        f"x{macros['MIN_BLOCKS']}",
+        "longest first" if plan.longest_first else "",
+        " ".join(chosen).replace("CUFLASH_", "").lower(),
+    )
+    return ", ".join(cell for cell in cells if cell)
+
+
+def table() -> str:
+    return "".join(row(*case) + "\n" for case in CASES)
+
+
+def test_golden_table() -> None:
+    assert table().splitlines() == GOLDEN.splitlines()
+
+
+def problems_of_every_width() -> Iterator[Problem]:
+    for dtype in FLOAT_NAMES:
+        like = square(dtype, 64)
+        for head_dim in range(1, 513):
+            yield like._replace(head_dim=head_dim, head_dim_v=head_dim)
+        ends = [head_dim for head_dim in range(1, 513) if bucket(head_dim) != bucket(head_dim + 1)]
+        for head_dim, head_dim_v in itertools.product(ends, ends):
+            yield like._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+
+
+def bucket(head_dim: int) -> int:
+    return KERNELS[-1].head_dim_bucket(head_dim)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
+@pytest.mark.parametrize("queries", [1, 4096])
+def test_every_width_has_a_tile_that_fits(device: Device, queries: int) -> None:
+    spec = KERNELS[-1]
+    for problem in problems_of_every_width():
+        problem = problem._replace(seqlen_q=queries)
+        tiles = spec.tiles(problem, device)
+        assert tiles, f"{problem} on {device.arch}"
+        for tile in tiles:
+            assert spec.shared_memory(problem, tile) <= device.shared_memory_per_block, (
+                f"{problem} {tile} {device.arch}"
+            )
+            assert tile.num_threads % 32 == 0 and spec.launch_bounds_blocks(problem, tile, device) >= 1
+
+
+@pytest.mark.parametrize("head_dim", [1, 512])
+def test_buckets_hold_their_head_dims(head_dim: int) -> None:
+    buckets = [bucket(length) for length in range(1, 513)]
+    assert buckets == sorted(buckets)
+    assert all(length <= size <= 512 for length, size in enumerate(buckets, 1))
+    assert bucket(head_dim) in (16, 512)
+
+
+def test_the_last_row_takes_everything() -> None:
+    last = KERNELS[-1]
+    assert last.features == FEATURES and last.dtypes == FLOAT_NAMES
+    for device in DEVICES:
+        for name, problem, _ in CASES:
+            assert last.refusal(problem, device) is None, f"{name} on {device.arch}"
+
+
+def offsets(problem: Problem, walked: tuple[tuple[int, int], ...]) -> list[tuple[int, ...]]:
+    """Where every operand stands for every index of some leading axes."""
+    operands = [x for x in problem if isinstance(x, Operand)]
+    return sorted(
+        tuple(sum(i * x.strides[axis] for i, (axis, _) in zip(index, walked, strict=True)) for x in operands)
+        for index in itertools.product(*(range(length) for _, length in walked))
+    )
+
+
+def check_axes(problem: Problem, plan: Plan) -> None:
+    """The kernel must visit exactly the leading indices of the problem, however the axes are merged."""
+    assert len(plan.batch_axes) <= BATCH_AXES
+    assert plan.num_batches == int(np.prod([length for _, length in plan.batch_axes], dtype=np.int64))
+    assert offsets(problem, (*plan.outer_axes, *plan.batch_axes)) == offsets(problem, tuple(enumerate(problem.batch)))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Problem:
+    """Problems whose operands lie in memory in any order of axes, with axes left out, repeated, cut and reversed."""
+    lengths = draw(st.lists(st.integers(1, 3), max_size=7))
+
+    def array(within: list[int], tail: tuple[int, ...]) -> ArrayInfo:
+        shape = (*(length if draw(st.booleans()) else 1 for length in within), *tail)
+        order = draw(st.permutations(range(len(shape)))) if draw(st.booleans()) else range(len(shape))
+        spare = draw(st.sampled_from([0, 0, 0, 1]))
+        strides = [0] * len(shape)
+        for axis, step in zip(order, contiguous_strides(tuple(shape[axis] + spare for axis in order), 4), strict=True):
+            strides[axis] = step * draw(st.sampled_from([1, 1, 1, -1]))
+        return gpu(shape, "float32", tuple(strides))
+
+    q, k = array(lengths, (4, 2, 8)), array(lengths, (4, 3, 8))
+    batch = [max(pair) for pair in zip(q.shape[:-3], k.shape[:-3], strict=True)]
+    return dense(q, k, bias=array(batch, (1, 2, 3)) if draw(st.booleans()) else None)
+
+
+@settings(max_examples=300, deadline=None)
+@given(batches())
+def test_merged_axes_visit_every_index_once(problem: Problem) -> None:
+    check_axes(problem, make_plan(problem, H200, AUTOMATIC))
+
+
+@pytest.mark.parametrize(
+    ("problem", "outer", "batch"),
+    [
+        (dense(gpu((5, 64))), (), ()),
+        (dense(gpu((3, 4, 5, 64))), (), ((0, 3),)),
+        (dense(gpu((2, 3, 5, 4, 100, 64))), (), ((2, 30),)),
+        (dense(gpu((2, 1, 5, 4, 100, 64))), (), ((2, 10),)),
+        (dense(gpu((1, 1, 1, 4, 100, 64))), (), ()),
+        (dense(swapped((2, 3, 4, 100, 64))), (), ((1, 6),)),
+        (dense(gpu((2, 3, 4, 5, 64), strides=(2560, 5120, 640, 128, 2))), (), ((0, 2), (1, 3))),
+        (dense(gpu((2, 1, 4, 5, 64)), gpu((1, 3, 4, 5, 64))), (), ((0, 2), (1, 3))),
+        (dense(gpu((2, 3, 4, 5, 64)), gpu((1, 1, 4, 5, 64))), (), ((1, 6),)),
+        (dense(gpu((2, 3, 4, 5, 64)), bias=gpu((2, 3, 1, 5, 5), "float32")), (), ((1, 6),)),
+        (dense(gpu((2, 3, 4, 5, 64)), bias=gpu((3, 1, 5, 5), "float32")), (), ((0, 2), (1, 3))),
+        (dense(gpu((2, 0, 4, 5, 64))), (), ((0, 2), (1, 0))),
+        (six_axes(), ((0, 2), (1, 3)), ((2, 2), (3, 3), (4, 2), (5, 3))),
+    ],
+)
+def test_axes_merge_where_strides_allow(problem: Problem, outer: Any, batch: Any) -> None:
+    plan = make_plan(problem, H200, AUTOMATIC)
+    assert (plan.outer_axes, plan.batch_axes) == (outer, batch)
+    check_axes(problem, plan)
+
+
+def alignment(problem: Problem) -> Any:
+    return dict(make_plan(problem, H200, AUTOMATIC).macros)["ALIGNMENT"]
+
+
+@pytest.mark.parametrize("dtype", FLOAT_NAMES)
+def test_alignment(dtype: str) -> None:
+    itemsize = ITEMSIZE[dtype]
+    shape, steps = (2, 4, 10, 64), contiguous_strides((2, 4, 10, 64), itemsize)
+    plain = gpu(shape, dtype)
+    assert alignment(dense(plain)) == 16
+    assert alignment(dense(plain, plain._replace(pointer=16))) == 16
+    assert alignment(dense(plain, plain._replace(pointer=itemsize))) == itemsize
+    assert alignment(dense(plain, v=plain._replace(pointer=itemsize // 2))) == 1
+    assert alignment(dense(gpu(shape, dtype, (*steps[:-1], 2 * itemsize)))) == itemsize
+    assert alignment(dense(gpu(shape, dtype, (*steps[:-1], -itemsize)))) == itemsize
+    assert alignment(dense(gpu(shape, dtype, (*steps[:2], -steps[2], itemsize)))) == 16
+    assert alignment(dense(gpu(shape, dtype, (*steps[:2], 0, itemsize)))) == 16
+    assert alignment(dense(gpu(shape, dtype, (*steps[:2], steps[2] + itemsize, itemsize)))) == itemsize
+    assert alignment(dense(gpu(shape, dtype, (*steps[:2], steps[2] + 1, itemsize)))) == 1
+    assert alignment(dense(gpu(shape, dtype, (*steps[:-1], itemsize + 1)))) == 1
+    assert alignment(dense(gpu((2, 4, 10, 61), dtype))) == itemsize
+    assert alignment(dense(plain, v=gpu((2, 4, 10, 61), dtype))) == itemsize
+
+
+@pytest.mark.parametrize("dtype", FLOAT_NAMES)
+def test_alignment_of_results(dtype: str) -> None:
+    itemsize = ITEMSIZE[dtype]
+    x = gpu((2, 4, 10, 64), dtype)
+    assert alignment(dense(x, out=gpu(x.shape, dtype))) == 16
+    assert alignment(dense(x, out=gpu(x.shape, dtype, at=itemsize))) == itemsize
+    assert alignment(dense(x, out=gpu(x.shape, dtype, at=1))) == 1
+    transposed = gpu(x.shape, dtype, (2560 * itemsize, 640 * itemsize, itemsize, 10 * itemsize))
+    assert alignment(dense(x, out=transposed)) == itemsize
+    assert alignment(dense(transposed, x)) == itemsize
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dtype"),
+    [("bias", (10, 10), "float32"), ("sinks", (4,), "float64"), ("lse", (2, 4, 10), "float32")]
+    + [("query_offset", (2,), "int32"), ("alibi_slopes", (2, 4), "float16")],
+)
+def test_options_of_elements_that_lie_anywhere(name: str, shape: tuple[int, ...], dtype: str) -> None:
+    x = gpu((2, 4, 10, 64))
+    assert alignment(dense(x, **{name: gpu(shape, dtype)})) == 16
+    assert alignment(dense(x, **{name: gpu(shape, dtype, at=1)})) == 1
+    strides = tuple(4 * step + 1 for step in contiguous_strides(shape, ITEMSIZE[dtype]))
+    assert alignment(dense(x, **{name: gpu(shape, dtype, strides)})) == 1
+
+
+def test_build_key_holds_no_lengths() -> None:
+    """What is compiled depends on none of lengths, strides and scale, except by the choice of tile."""
+    plans = [
+        make_plan(problem, H200, AUTOMATIC)
+        for length, heads, batch in itertools.product((1, 70, 1000, 1001, 4096, 99991), (1, 7, 16), (1, 3, 64))
+        for problem in (
+            square("float16", 64, length, heads, batch),
+            square("float16", 64, length, heads, batch, scale=0.3, causal=True, window=(5, 7)),
+            square("float16", 64, length, heads, batch, sinks=gpu((heads,), "float64"), return_lse=True),
+            dense(swapped((batch, heads, length, 64)), query_offset=length),
+        )
+    ]
+    assert len({plan.macros for plan in plans}) == len({plan.tile for plan in plans})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"mask": gpu((4096, 4096), "bool")},
+        {"bias": gpu((4096, 4096), "float16")},
+        {"bias": gpu((4096, 4096), "float32")},
+        {"out_dtype": "float32"},
+    ],
+    ids=lambda options: "-".join(f"{name}-{getattr(x, 'dtype', x)}" for name, x in options.items()),
+)
+def test_build_key_holds_what_changes_the_code(options: dict[str, Any]) -> None:
+    plain = make_plan(square("float16", 64), H200, AUTOMATIC).macros
+    assert make_plan(square("float16", 64, **options), H200, AUTOMATIC).macros != plain
+
+
+@pytest.mark.parametrize("name", [name for name in kernel_names() if name != "cpu"])
+def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
+    (spec,) = [spec for spec in KERNELS if spec.name == name]
+    problem = square("float32", 64)
+    tiles = spec.tiles(problem, H200)
+    for tile in dict.fromkeys(map(str, tiles)):
+        plan = make_plan(problem, H200, Settings(name, tile, False))
+        assert (plan.kernel, str(plan.tile)) == (name, tile)
+        assert plan.num_m_blocks == -(-4096 // plan.tile.block_m)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (Settings("cpu", "", False), "kernel 'cpu' cannot serve this call: it computes NumPy arrays"),
+        (Settings("forward", "", False), "kernel is 'forward', expected one of forward_scalar, .*cpu"),
+        (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'forward_scalar' has 64x64, "),
+        (Settings("", "big", False), "tile 'big' cannot serve this call: kernel 'forward_scalar' has "),
+    ],
+)
+def test_settings_that_are_refused(settings: Settings, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make_plan(square("float32", 64), H200, settings)
+
+
+def test_tile_that_does_not_fit_is_refused() -> None:
+    wide, small = square("float64", 512), device_of(61)
+    too_large = str(KERNELS[-1].tiles(square("float64", 16), H200)[0])
+    assert too_large not in map(str, KERNELS[-1].tiles(wide, small))
+    with pytest.raises(ValueError, match=f"tile '{too_large}' cannot serve this call"):
+        make_plan(wide, small, Settings("", too_large, False))
+
+
+narrow = KERNELS[-1]._replace(
+    name="narrow",
+    operations=("attention",),
+    dtypes=("float16", "bfloat16"),
+    features=frozenset({"window"}),
+    min_compute_capability=80,
+    max_head_dim=128,
+    tiles=lambda problem, device: [] if problem.head_dim_v == 1 else KERNELS[-1].tiles(problem, device),
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "capability", "words"),
+    [
+        (lambda: square("float16", 64, causal=True), 80, None),
+        (lambda: packed(2, 99, 4, 4, 64, "float16"), 90, "does not implement attention_varlen"),
+        (lambda: square("float16", 64), 75, "needs sm_80, the device is sm_75"),
+        (lambda: square("float32", 64), 90, "dtype float32 is not one of float16, bfloat16"),
+        (lambda: square("float16", 136), 90, "head_dim 136 is above 128"),
+        (lambda: dense(gpu((1, 5, 64)), v=gpu((1, 5, 160))), 90, "head_dim 160 is above 128"),
+        (lambda: square("float16", 64, softcap=3), 90, "does not implement softcap"),
+        (
+            lambda: square("float16", 64, 8, bias=gpu((8, 8)), sinks=gpu(()), out_dtype="float32"),
+            90,
+            "does not implement bias, sinks, out_dtype",
+        ),
+        (lambda: dense(gpu((1, 5, 64)), v=gpu((1, 5, 1))), 90, "no tile for head_dim 64/1 fits 232448 bytes"),
+    ],
+)
+def test_rows_refuse_with_a_sentence(
+    make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, *KERNELS))
+    problem, device = make(), device_of(capability)
+    (name, reason), *others = refusals(problem, device)
+    assert name == "narrow" and all(other is None for _, other in others)
+    if words is None:
+        assert reason is None and make_plan(problem, device, AUTOMATIC).kernel == "narrow"
+        return
+    assert reason is not None and reason.startswith(words)
+    assert make_plan(problem, device, AUTOMATIC).kernel == KERNELS[0].name
+    with pytest.raises(ValueError, match=f"kernel 'narrow' cannot serve this call: {words}"):
+        make_plan(problem, device, Settings("narrow", "", False))
+
+
+def test_features_are_named_as_the_arguments_are() -> None:
+    x = gpu((2, 4, 10, 64))
+    options = {
+        "window": (3, None),
+        "softcap": 3.0,
+        "bias": gpu((10, 10), "float32"),
+        "mask": gpu((10, 10), "bool"),
+        "alibi_slopes": gpu((4,), "float32"),
+        "sinks": gpu((4,), "float32"),
+        "query_offset": gpu((2,), "int32"),
+        "out_dtype": "float32",
+    }
+    assert set(options) == FEATURES
+    assert used_features(dense(x)) == []
+    assert used_features(dense(x, **options)) == list(options)
+    for name, option in options.items():
+        assert used_features(dense(x, **{name: option})) == [name]
+    assert used_features(dense(x, causal=True)) == ["window"]
+
+
+def test_devices_by_number() -> None:
+    assert Device(90, 227 * 1024, 132) == H200 and H200.arch == "sm_90"
+    assert device_of(61).shared_memory_per_block == 48 * 1024
+    assert device_of(999).shared_memory_per_block == 99 * 1024
+    assert all(48 * 1024 <= device.shared_memory_per_block <= 227 * 1024 for device in DEVICES)
+
+
+def test_blocks_are_counted_without_overflow() -> None:
+    huge = dense(gpu((2**20, 64, 2**20, 64)), gpu((2**20, 64, 1, 64)))
+    plan = make_plan(huge, H200, AUTOMATIC)
+    assert plan.num_blocks == 2**46 // plan.tile.block_m
+
+
+def test_longest_tiles_first_where_lengths_differ() -> None:
+    assert make_plan(square("float16", 64, causal=True), H200, AUTOMATIC).longest_first
+    assert not make_plan(square("float16", 64), H200, AUTOMATIC).longest_first
+
+
+@pytest.mark.parametrize("group", [2, 3, 8, 64])
+def test_heads_of_a_group_share_a_tile_when_queries_are_few(group: int) -> None:
+    kv = gpu((2, 2, 500, 64))
+    few = make_plan(dense(gpu((2, 2 * group, 3, 64)), kv), H200, AUTOMATIC)
+    assert few.packed_heads == few.group_size == group
+    assert few.num_blocks == 2 * 2 * -(-3 * group // few.tile.block_m)
+    many = make_plan(dense(gpu((2, 2 * group, 5000, 64)), kv), H200, AUTOMATIC)
+    assert (many.packed_heads, many.group_size) == (1, group)
+    assert many.num_blocks == 2 * 2 * group * -(-5000 // many.tile.block_m)
+
+
+def test_plan_is_plain_data_and_prints_as_one_line() -> None:
+    plan = make_plan(square("float32", 64), H200, AUTOMATIC)
+    assert hash(plan) == hash(make_plan(square("float32", 64), H200, AUTOMATIC))
+    tile = plan.tile
+    assert str(plan) == (
+        f"{plan.kernel} tile {tile.block_m}x{tile.block_n}, {tile.num_threads} threads, "
+        f"{plan.num_blocks} blocks, {plan.shared_memory} bytes of shared memory"
+    )
+
+
+def test_stand_ins_of_numpy_dtypes_agree() -> None:
+    """The tables of types that plans are made of name the same types as the arrays do."""
+    sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+    assert sizes == ITEMSIZE
+
+
+if __name__ == "__main__":
+    print(table(), end="")

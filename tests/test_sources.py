@@ -1,0 +1,167 @@
+"""Every row of the table compiles for every architecture, without a GPU: time, registers, spills, struct layout."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash import params
+from cuflash.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from cuflash.compile import (
+    Resources,
+    compile_offline,
+    compiler_options,
+    entry_text,
+    parse_resources,
+    source_digest,
+    source_folder,
+)
+from cuflash.kernels import KERNELS, KernelSpec, device_of
+from cuflash.knobs import Settings
+from cuflash.plan import Plan, make_plan
+from cuflash.problem import Problem, describe_attention, describe_varlen
+
+pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+SECONDS_PER_KERNEL = 6.0
+"""Compile time limit; generous, because test machines run several compilers per core. The aim is 1.5 s on an idle core."""
+
+
+def _info(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
+    return ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
+
+
+def _problems() -> dict[str, Problem]:
+    """Representative problems: every dtype at several head dimensions, and every compile-time feature."""
+    problems = {}
+    for dtype in FLOAT_NAMES:
+        for head_dim in (16, 64, 128, 192, 256, 512):
+            x = _info((16, 16, 2048, head_dim), dtype)
+            problems[f"{dtype}-{head_dim}"] = describe_attention(x, x, x, causal=True)[0]
+        x = _info((16, 16, 2048, 80), dtype)
+        bias, mask = _info((2048, 2048), "float32"), _info((2048, 2048), "bool")
+        problems[f"{dtype}-everything"] = describe_attention(x, x, x, bias=bias, mask=mask, softcap=2.0, out_dtype="float64")[0]
+        tokens, boundaries = _info((4096, 4, 96), dtype), _info((5,), "int32")
+        problems[f"{dtype}-varlen"] = describe_varlen(tokens, tokens, tokens, boundaries, causal=True)[0]
+        odd = x._replace(pointer=1)
+        problems[f"{dtype}-odd_bytes"] = describe_attention(odd, odd, odd)[0]
+        few = _info((16, 16, 2, 64), dtype)
+        problems[f"{dtype}-few_rows"] = describe_attention(few, _info((16, 16, 1024, 64), dtype), _info((16, 16, 1024, 64), dtype))[0]
+    return problems
+
+
+def _plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
+    device = device_of(capability)
+    return {
+        name: make_plan(problem, device, Settings(spec.name, "", False))
+        for name, problem in _problems().items()
+        if spec.refusal(problem, device) is None
+    }
+
+
+def _check(name: str, resources: Resources) -> None:
+    assert resources.spill_bytes == 0, f"{name} spills {resources.spill_bytes} bytes ({resources.registers} registers)"
+    assert resources.stack_bytes == 0 or "odd_bytes" in name, f"{name} uses {resources.stack_bytes} bytes of local memory"
+    assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
+
+
+@pytest.mark.parametrize("capability", ARCHITECTURES)
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_compiles_without_spills(spec: KernelSpec, capability: int) -> None:
+    if capability < spec.min_compute_capability:
+        pytest.skip(f"{spec.name} is for sm_{spec.min_compute_capability} and newer")
+    plans = _plans(spec, capability)
+    assert plans
+    with ThreadPoolExecutor(2) as pool:
+        compiled = pool.map(lambda plan: compile_offline(plan.kernel, plan.macros, f"sm_{capability}"), plans.values())
+        for name, resources in zip(plans, compiled, strict=True):
+            _check(f"{spec.name} {name} sm_{capability}", resources)
+
+
+def _nvrtc_12() -> ctypes.CDLL | None:
+    """NVRTC 12 from its wheel, beside the newer one that CuPy uses: the last that knows sm_70."""
+    found = importlib.util.find_spec("nvidia")
+    for folder in found.submodule_search_locations or () if found else ():
+        for library in sorted(Path(folder).glob("cuda_nvrtc/lib/libnvrtc.so.12*")):
+            return ctypes.CDLL(str(library))
+    return None
+
+
+@pytest.mark.parametrize("spec", [spec for spec in KERNELS if spec.min_compute_capability <= 70], ids=lambda spec: spec.name)
+def test_compiles_for_sm_70(spec: KernelSpec) -> None:
+    nvrtc = _nvrtc_12()
+    if nvrtc is None:
+        pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
+    for name, plan in _plans(spec, 70).items():
+        if name.split("-")[1] in ("64", "128", "everything", "varlen"):
+            _check(f"{name} sm_70", _compile_with(nvrtc, plan))
+
+
+def _compile_with(nvrtc: ctypes.CDLL, plan: Plan) -> Resources:
+    program = ctypes.c_void_p()
+    text = entry_text(plan.kernel, plan.macros).encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"entry.cu", 0, None, None) == 0
+    options = [option.encode() for option in (*compiler_options(), "-ftz=true", "-arch=sm_70", "--ptxas-options=-v")]
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    assert status == 0, log.value.decode()
+    return parse_resources(log.value.decode(), 0.0)
+
+
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_struct_layout_and_shared_memory(spec: KernelSpec) -> None:
+    """The compiler confirms every field offset that params.py packs, and every size that the table plans with."""
+    offset, checks = 0, []
+    for name, code in params.FIELDS:
+        checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
+        offset += struct.calcsize("=" + code)
+    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {params.SIZE}, "size");')
+    for name, plan in _plans(spec, 90).items():
+        if name.split("-")[1] in ("16", "512", "everything", "varlen"):
+            size = f'static_assert(sizeof(cuflash::SharedTiles) == {plan.shared_memory}, "shared memory");'
+            compile_offline(plan.kernel, plan.macros, "sm_90", "\n".join([*checks, size, ""]))
+
+
+def test_struct_is_packed_in_order() -> None:
+    x = _info((2, 4, 100, 64), "float16")
+    problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
+    plan = make_plan(problem, device_of(90), Settings("", "", False))
+    packed = params.pack_pointers(*range(1, 13)) + params.pack_after_pointers(problem, plan)
+    values = struct.unpack("=" + "".join(code for _, code in params.FIELDS), packed)
+    assert len(packed) == params.SIZE == params.BY_VALUE.itemsize
+    names = [name for name, code in params.FIELDS for _ in range(int(code[:-1] or 1))]
+    fields = dict(zip(names, values, strict=True))
+    assert fields["scale"] == 0.25 and fields["window_left"] == 5 and fields["window_right"] == params.OPEN_WINDOW
+    assert fields["seqlen_q"] == 100 and fields["num_heads_q"] == 4 and fields["head_dim"] == 64
+
+
+def test_entry_text_is_self_contained_and_named() -> None:
+    x = _info((2, 4, 100, 64), "float16")
+    plan = make_plan(describe_attention(x, x, x)[0], device_of(90), Settings("", "", False))
+    text = entry_text(plan.kernel, plan.macros)
+    assert text.startswith("// cuflash forward_scalar | dtype=float16") and source_digest() in text
+    assert "#define CUFLASH_HEAD_DIM 64\n" in text and text.endswith('#include "forward_scalar.cu"\n')
+
+
+@pytest.mark.parametrize("source", sorted(path.name for path in source_folder().glob("*.cu")))
+def test_each_source_compiles_with_its_defaults(source: str) -> None:
+    compile_offline(source.removesuffix(".cu"), (), "sm_80")
+
+
+def test_every_source_belongs_to_a_row() -> None:
+    assert {path.stem for path in source_folder().glob("*.cu")} == {spec.name for spec in KERNELS}
+
+
+def test_by_value_type_is_one_element() -> None:
+    assert np.frombuffer(bytes(params.SIZE), params.BY_VALUE).size == 1
