@@ -65,10 +65,17 @@ def strides_like(shape: tuple[int, ...], like: tuple[int, ...], itemsize: int) -
     As in `np.empty_like`, but axes without an order of their own (length 1, or stride 0 from broadcasting) keep their
     place.
     """
+    last = None
+    for length, stride in zip(shape, like, strict=False):
+        if length > 1 and stride != 0:
+            stride = abs(stride)
+            if last is not None and stride > last:
+                break
+            last = stride
+    else:
+        return contiguous_strides(shape, itemsize)
     ordered = [axis for axis, length in enumerate(shape) if length > 1 and like[axis] != 0]
     by_stride = sorted(ordered, key=lambda axis: -abs(like[axis]))
-    if ordered == by_stride:
-        return contiguous_strides(shape, itemsize)
     memory_order = list(range(len(shape)))
     for place, axis in zip(ordered, by_stride, strict=True):
         memory_order[place] = axis

@@ -72,7 +72,7 @@ class KernelSpec(NamedTuple):
     """Bytes of shared memory per block."""
     vector_loads: Callable[[Problem], bool]
     """Whether q, k, v and out can move in the kernel's widest vectors."""
-    launch_bounds_blocks: Callable[[Problem, Tile, Device], int]
+    min_blocks: Callable[[Problem, Tile, Device], int]
     """Blocks per multiprocessor for which the compiler keeps registers free."""
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
@@ -120,6 +120,7 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+@lru_cache(maxsize=1024)
 def scalar_bucket(head_dim: int) -> int:
     """16, 32, 64, then multiples of 32 and, above 192, of 64."""
     if head_dim <= 64:
@@ -209,12 +210,16 @@ def scalar_vector_loads(problem: Problem) -> bool:
     )
 
 
-def scalar_launch_bounds(problem: Problem, tile: Tile, device: Device) -> int:
+def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    itemsize = 8 if problem.dtype == "float64" else 4
-    output_registers = tile.block_m * scalar_bucket(problem.head_dim_v) // tile.num_threads * itemsize // 4
+    return _scalar_min_blocks(*_scalar_form(problem), tile, device.shared_memory_per_block)
+
+
+@lru_cache(maxsize=1024)
+def _scalar_min_blocks(itemsize: int, bucket: int, bucket_v: int, tile: Tile, shared_memory: int) -> int:
+    output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = (device.shared_memory_per_block + 1024) // (scalar_shared_memory(problem, tile) + 1024)
+    by_memory = (shared_memory + 1024) // (_scalar_shared_memory(itemsize, bucket, bucket_v, tile) + 1024)
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
 
 
@@ -231,7 +236,7 @@ KERNELS = (
         tiles=scalar_tiles,
         shared_memory=scalar_shared_memory,
         vector_loads=scalar_vector_loads,
-        launch_bounds_blocks=scalar_launch_bounds,
+        min_blocks=scalar_min_blocks,
     ),
 )
 

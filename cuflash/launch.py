@@ -16,7 +16,7 @@ from numpy import frombuffer
 
 from . import compile as compile_module
 from . import cpu
-from .arrays import DTYPES, HOST, ArrayInfo, contiguous_strides, cupy_ndarray, extent
+from .arrays import DTYPES, HOST, ArrayInfo, cupy_ndarray, extent
 from .kernels import CPU_KERNEL, Device
 from .knobs import Settings, settings
 from .params import BY_VALUE, POINTERS, pack_after_pointers, pack_pointers
@@ -35,20 +35,16 @@ class Launch:
     """A planned and compiled call, ready for new addresses."""
 
     def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
-        import cupy
-
         self.problem = problem
         self.plan = plan
         self.device_id = device_id
-        self._cupy = cupy
-        self._get_device = cupy.cuda.runtime.getDevice
+        self._cupy = sys.modules["cupy"]
+        self._get_device = self._cupy.cuda.runtime.getDevice
         self._function = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
         self._block = (plan.tile.num_threads,)
         self._shared_memory = plan.shared_memory
         self._parts = self._split(problem, plan)
-        heads = () if problem.is_2d else (problem.num_heads_q,)
-        batch = () if problem.op == "attention_varlen" else problem.batch
-        rows = (problem.seqlen_q, problem.num_heads_q) if problem.op == "attention_varlen" else (*batch, *heads, problem.seqlen_q)
+        rows = result_rows(problem)
         self._out = _Result((*rows, problem.head_dim_v), problem.out)
         self._lse = _Result(rows, problem.lse) if problem.lse else None
         self._extents: list[tuple[int, int]] | None = None
@@ -74,6 +70,8 @@ class Launch:
     def _split(problem: Problem, plan: Plan) -> list[tuple[tuple[int], bytes, tuple[int, ...] | None]]:
         """Grid, struct without addresses, and what to add to the addresses, for each launch that the plan needs."""
         parts: list[tuple[tuple[int], bytes, tuple[int, ...] | None]] = []
+        if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
+            return [((plan.num_blocks,), pack_after_pointers(problem, plan), None)]
         operands = [getattr(problem, name) for name in POINTERS]
         for index in product(*(range(length) for _, length in plan.outer_axes)):
             offsets = None
@@ -106,6 +104,15 @@ class Launch:
         return out if self._lse is None else (out, lse)
 
 
+def result_rows(problem: Problem) -> tuple[int, ...]:
+    """Shape of the lse, which is that of the output without its features."""
+    if problem.op == "attention_varlen":
+        return problem.seqlen_q, problem.num_heads_q
+    if problem.is_2d:
+        return (problem.seqlen_q,)
+    return *problem.batch, problem.num_heads_q, problem.seqlen_q
+
+
 class _Result:
     """Shape, type and layout of a result to allocate."""
 
@@ -113,7 +120,8 @@ class _Result:
         self.shape = shape
         self.dtype = DTYPES[operand.dtype]
         strides = operand.strides[len(operand.strides) - len(shape) :]
-        plain = 0 in shape or strides == contiguous_strides(shape, self.dtype.itemsize)
+        # New results are packed, so falling strides mean C order.
+        plain = 0 in shape or list(strides) == sorted(strides, reverse=True)
         self.strides = None if plain else strides
 
     def allocate(self, xp: Any) -> Any:

@@ -46,47 +46,38 @@ FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """CUFLASH_FLOAT16 ... of cuda_src/common/config.cuh."""
 
 OPEN_WINDOW = 2**61
+_ZEROS = (0,) * BATCH_AXES
 _NO_STRIDES = (0,) * (BATCH_AXES + 3)
-
-
-def integer_size(operand: Operand | None) -> int:
-    """Bytes of an integer operand's elements, negative when they are signed."""
-    if operand is None:
-        return 0
-    size = ITEMSIZE[operand.dtype]
-    return size if operand.dtype[0] == "u" else -size
-
-
-def _strides(name: str, operand: Operand | None, problem: Problem, axes: list[int]) -> tuple[int, ...]:
-    """Strides as the kernels' `Strides` holds them: batch axes, head, row, column."""
-    if operand is None:
-        return _NO_STRIDES
-    steps = operand.strides
-    if problem.op == "attention_varlen" and name not in ("alibi_slopes", "sinks"):
-        row, head, *column = steps
-        return (0, 0, 0, 0, head, row, *(column or (0,)))
-    num_batch = len(problem.batch)
-    batch = [0] * BATCH_AXES
-    if problem.op == "attention_varlen":
-        batch[0] = steps[0]
-    else:
-        for place, axis in enumerate(axes, BATCH_AXES - len(axes)):
-            batch[place] = steps[axis]
-    inner = steps[num_batch:]
-    return (*batch, *inner, *(0,) * (3 - len(inner)))
+_FIRST_OPERAND = Problem._fields.index("q")
 
 
 def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
     """Everything in the struct but the addresses."""
     axes = plan.batch_axes
+    varlen = problem.op == "attention_varlen"
     values: list[float] = []
-    for name in _STRIDED:
-        values += _strides(name, getattr(problem, name), problem, [axis for axis, _ in axes])
+    for name, operand in zip(_STRIDED, problem[_FIRST_OPERAND : _FIRST_OPERAND + len(_STRIDED)], strict=True):
+        if operand is None:
+            values += _NO_STRIDES
+        elif not varlen:
+            steps = operand.strides
+            values += _ZEROS[: BATCH_AXES - len(axes)]
+            for axis, _ in axes:
+                values.append(steps[axis])
+            inner = steps[len(problem.batch) :]
+            values += inner
+            values += _ZEROS[: 3 - len(inner)]
+        elif name in ("alibi_slopes", "sinks"):
+            sequence, head = operand.strides
+            values += (sequence, 0, 0, 0, head, 0, 0)
+        else:
+            row, head, *column = operand.strides
+            values += (0, 0, 0, 0, head, row, *(column or (0,)))
     cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
     values += (cu_q.strides[0] if cu_q else 0, cu_k.strides[0] if cu_k else 0)
     values += (1,) * (BATCH_AXES - len(axes))
-    values += (length for _, length in axes)
-    varlen = problem.op == "attention_varlen"
+    for _, length in axes:
+        values.append(length)
     values += (
         plan.num_batches,
         problem.batch[0] if varlen else 0,
@@ -108,8 +99,16 @@ def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> b
         varlen and problem.query_offset is None,
         FLOAT_CODES[problem.alibi_slopes.dtype] if problem.alibi_slopes else 0,
         FLOAT_CODES[problem.sinks.dtype] if problem.sinks else 0,
-        integer_size(problem.query_offsets),
-        integer_size(cu_q),
-        integer_size(cu_k),
+        _integer_size(problem.query_offsets),
+        _integer_size(cu_q),
+        _integer_size(cu_k),
     )
     return _pack_rest(*values)
+
+
+def _integer_size(operand: Operand | None) -> int:
+    """Bytes of an integer operand's elements, negative when they are signed."""
+    if operand is None:
+        return 0
+    size = ITEMSIZE[operand.dtype]
+    return size if operand.dtype[0] == "u" else -size

@@ -49,8 +49,8 @@ class Plan(NamedTuple):
 def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
     """Choose kernel and tile; ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem."""
     spec = choose_kernel(problem, device, settings)
+    tile = _choose_tile(spec, problem, device, settings)
     group_size = problem.num_heads_q // max(problem.num_heads_kv, 1)
-    tile = _choose_tile(spec, problem, device, settings, group_size)
     varlen = problem.op == "attention_varlen"
     average_rows = problem.seqlen_q // max(problem.batch[0], 1) if varlen else problem.seqlen_q
     packed_heads = group_size if group_size > 1 and average_rows < tile.block_m else 1
@@ -103,7 +103,7 @@ def refusals(problem: Problem, device: Device) -> list[tuple[str, str | None]]:
     return [(spec.name, spec.refusal(problem, device)) for spec in KERNELS]
 
 
-def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, group_size: int) -> Tile:
+def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings) -> Tile:
     tiles = spec.tiles(problem, device)
     if not settings.tile:
         return tiles[0]
@@ -148,9 +148,9 @@ def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device) -> M
         spec.head_dim_bucket(problem.head_dim),
         spec.head_dim_bucket(problem.head_dim_v),
         tile,
-        spec.launch_bounds_blocks(problem, tile, device),
+        spec.min_blocks(problem, tile, device),
         problem.mask is not None,
-        bool(problem.softcap),
+        problem.softcap != 0,
         problem.op == "attention_varlen",
         alignment,
     )

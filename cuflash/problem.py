@@ -123,8 +123,8 @@ def describe_attention(
     q_info, k_info, v_info = infos["q"], infos["k"], infos["v"]
     is_2d = len(q_info.shape) == len(k_info.shape) == len(v_info.shape) == 2
     q_info, k_info, v_info = _with_heads(q_info), _with_heads(k_info), _with_heads(v_info)
-    *_, num_heads_q, seqlen_q, head_dim = q_info.shape
-    *_, num_heads_kv, seqlen_k, head_dim_v = v_info.shape
+    num_heads_q, seqlen_q, head_dim = q_info.shape[-3:]
+    num_heads_kv, seqlen_k, head_dim_v = v_info.shape[-3:]
     _check_features(q_info, k_info, v_info)
     if k_info.shape[-2] != seqlen_k:
         raise ValueError(f"v has {seqlen_k} keys (axis -2) but k has {k_info.shape[-2]}")
@@ -133,10 +133,14 @@ def describe_attention(
 
     heads = (*batch, num_heads_q)
     scores = (*heads, seqlen_q, seqlen_k)
-    _optional(infos, "bias", bias, FLOAT_NAMES, scores)
-    _optional(infos, "mask", mask, ("bool",), scores)
-    _optional(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, heads)
-    _optional(infos, "sinks", sinks, FLOAT_NAMES, heads)
+    if bias is not None:
+        _optional(infos, "bias", bias, FLOAT_NAMES, scores)
+    if mask is not None:
+        _optional(infos, "mask", mask, ("bool",), scores)
+    if alibi_slopes is not None:
+        _optional(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, heads)
+    if sinks is not None:
+        _optional(infos, "sinks", sinks, FLOAT_NAMES, heads)
     right, offset = _causal(causal, query_offset, seqlen_k - seqlen_q)
     if query_offset is not None and offset is None:
         _optional(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
@@ -145,7 +149,8 @@ def describe_attention(
     dtype = q_info.dtype
     out_shape = (*heads, seqlen_q, head_dim_v)
     out_name, lse_name = _results(infos, out, lse, out_dtype, out_shape[1:] if is_2d else out_shape)
-    _workspace(infos, workspace)
+    if workspace is not None:
+        _workspace(infos, workspace)
     want_lse = bool(return_lse) or lse is not None
     q_operand = _operand(q_info, (*heads, seqlen_q, head_dim))
     problem = Problem(
@@ -237,8 +242,10 @@ def describe_varlen(
 
     batch = (num_boundaries - 1,)
     heads = (*batch, num_heads_q)
-    _optional(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, heads)
-    _optional(infos, "sinks", sinks, FLOAT_NAMES, heads)
+    if alibi_slopes is not None:
+        _optional(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, heads)
+    if sinks is not None:
+        _optional(infos, "sinks", sinks, FLOAT_NAMES, heads)
     right, offset = _causal(causal, None, None)
     window_left, window_right = _window(window, right)
     dtype = q_info.dtype
@@ -282,8 +289,8 @@ def describe_varlen(
 
 
 def _query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
-    infos = {"q": inspect("q", q), "k": inspect("k", k), "v": inspect("v", v)}
-    q_info = infos["q"]
+    q_info = inspect("q", q)
+    infos = {"q": q_info, "k": inspect("k", k), "v": inspect("v", v)}
     for name, info in infos.items():
         if info.dtype not in FLOAT_NAMES:
             raise TypeError(f"{name} has dtype {info.dtype}, expected float16, bfloat16, float32 or float64")
@@ -291,7 +298,8 @@ def _query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
             raise ValueError(
                 f"{name} has shape {info.shape}, expected (..., heads, sequence, feature) or (sequence, feature)"
             )
-        _same_device(name, info, q_info)
+        if info.device != q_info.device:
+            _same_device(name, info, q_info)
         if info.dtype != q_info.dtype:
             raise TypeError(
                 f"{name} has dtype {info.dtype} but q has {q_info.dtype}; "
@@ -354,8 +362,6 @@ def _optional(
     alternative: str = "",
 ) -> None:
     """Check one option that is an array and broadcasts to `target`, and enter it in `infos`."""
-    if x is None:
-        return
     info = inspect(name, x)
     if info.dtype not in dtypes:
         wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
@@ -485,6 +491,8 @@ def _results(
     dtype = infos["q"].dtype
     lse_name = "float64" if dtype == "float64" else "float32"
     out_name = dtype if out_dtype is None else _dtype_name("out_dtype", out_dtype)
+    if out is None and lse is None:
+        return out_name, lse_name
     inputs = list(infos.items())
     if out is not None:
         info = inspect("out", out)
@@ -529,8 +537,6 @@ def check_overlap(name: str, info: ArrayInfo, others: Sequence[tuple[str, ArrayI
 
 
 def _workspace(infos: dict[str, ArrayInfo], workspace: Any) -> None:
-    if workspace is None:
-        return
     info = inspect("workspace", workspace)
     if info.dtype != "uint8" or len(info.shape) != 1 or (info.shape[0] > 1 and info.strides[0] != 1):
         raise TypeError(
@@ -569,23 +575,31 @@ def _operand(info: ArrayInfo, target: tuple[int, ...]) -> Operand:
         strides = (0,) * missing + tuple(
             0 if length == 1 else stride for length, stride in zip(shape, strides, strict=True)
         )
-    bits = info.pointer | 16
-    for length, stride in zip(target[:-1], strides, strict=False):
-        if length > 1:
-            bits |= stride
-    return Operand(info.dtype, strides, bits & -bits)
+    return Operand(info.dtype, strides, _alignment(info.pointer, target, strides))
+
+
+def _alignment(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    bits = pointer | 16
+    for stride in strides[:-1]:
+        bits |= stride
+    if bits & 15:  # strides of axes with one element say nothing
+        bits = pointer | 16
+        for length, stride in zip(shape[:-1], strides, strict=False):
+            if length > 1:
+                bits |= stride
+    return bits & -bits
 
 
 def _result_operand(
     infos: dict[str, ArrayInfo], name: str, dtype: str, shape: tuple[int, ...], like: Operand
 ) -> Operand:
     """Return the layout of a result: the caller's array, or a new one that lies in memory in the order of the query."""
-    given = infos.get(name)
-    if given is not None:
+    if name in infos:
+        given = infos[name]
         return _operand(_with_heads(given) if name == "out" else given, shape)
-    strides = strides_like(shape, like.strides[: len(shape)], ITEMSIZE[dtype])
+    strides = strides_like(shape, like.strides, ITEMSIZE[dtype])
     # Address 0 stands for an allocation, which begins on a boundary of at least 16 bytes.
-    return _operand(ArrayInfo(None, shape, strides, dtype, 0, HOST, True), shape)
+    return Operand(dtype, strides, _alignment(0, shape, strides))
 
 
 def describe_in_words(problem: Problem) -> str:

@@ -1,0 +1,42 @@
+"""The case matrix without its checks, to be run under compute-sanitizer: every case, dtype and kernel row once.
+
+compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py [part of a case name ...]
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ.setdefault("CUFLASH_COMPILE", "lazy")
+
+import cupy
+from cases import CASES, DTYPES
+
+import cuflash
+from cuflash.kernels import KERNELS
+from cuflash.testing import make_data, run
+
+
+def main() -> int:
+    """Run the cases whose names contain one of the arguments, or all."""
+    wanted = sys.argv[1:]
+    count = 0
+    for spec in KERNELS:
+        for case in CASES:
+            if wanted and not any(part in case.name for part in wanted):
+                continue
+            for dtype in DTYPES:
+                if dtype in spec.dtypes:
+                    with cuflash.options(kernel=spec.name):
+                        run(case, make_data(case, dtype), cupy)
+                    count += 1
+    print(f"ran {count} cases")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
