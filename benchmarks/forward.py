@@ -1,4 +1,5 @@
-"""Speed of `cuflash.attention` on a GPU beside its peers, after a check against float64; host time per call; import time.
+"""Speed of `cuflash.attention` on a GPU beside its peers, after a check against float64; host time per call; import
+time.
 
 python benchmarks/forward.py [--quick] [--json FILE]
 """
@@ -47,9 +48,18 @@ class Problem(NamedTuple):
         return 4.0 * batch * heads * seqlen * seqlen * head_dim / (2 if self.causal else 1)
 
 
-PROBLEMS = [Problem(dtype, d, causal) for dtype in ("float32", "float64") for d in (32, 64, 128, 256) for causal in (False, True)]
+PROBLEMS = [
+    Problem(dtype, d, causal)
+    for dtype in ("float32", "float64")
+    for d in (32, 64, 128, 256)
+    for causal in (False, True)
+]
 PROBLEMS += [Problem(dtype, d, False) for dtype in ("float16", "bfloat16") for d in (64, 128)]
-PROBLEMS += [Problem("float32", 512, False), Problem("float32", 64, True, seqlen=512), Problem("float32", 64, False, seqlen=16384, tokens=16384)]
+PROBLEMS += [
+    Problem("float32", 512, False),
+    Problem("float32", 64, True, seqlen=512),
+    Problem("float32", 64, False, seqlen=16384, tokens=16384),
+]
 
 
 def seconds(function: Callable[[], Any], repeats: int, flush: Any) -> float:
@@ -89,9 +99,15 @@ def measure(problem: Problem, repeats: int, flush: Any) -> dict[str, Any]:
     out = cupy.empty_like(q)
     error = relative_error(cuflash.attention(q, k, v, causal=problem.causal), q, k, v, problem.causal)
     if not error <= ALLOWED[problem.dtype]:
-        raise SystemExit(f"{problem}: relative error {error:.1e}, allowed {ALLOWED[problem.dtype]:.0e}; no speed is reported")
+        raise SystemExit(
+            f"{problem}: relative error {error:.1e}, allowed {ALLOWED[problem.dtype]:.0e}; no speed is reported"
+        )
     plan = cuflash.explain(cuflash.attention, q, k, v, causal=problem.causal)
-    speeds = {"cuflash": problem.flops / seconds(lambda: cuflash.attention(q, k, v, causal=problem.causal, out=out), repeats, flush) * 1e-12}
+    speeds = {
+        "cuflash": problem.flops
+        / seconds(lambda: cuflash.attention(q, k, v, causal=problem.causal, out=out), repeats, flush)
+        * 1e-12
+    }
     for name, prepare in peers().items():
         try:
             speeds[name] = problem.flops / seconds(prepare(q, k, v, problem.causal), repeats, flush) * 1e-12
@@ -143,10 +159,15 @@ def import_times() -> dict[str, float]:
     code = "import time, cupy; cupy.empty(1); b = time.perf_counter(); import cuflash; print(time.perf_counter() - b)"
     root = str(Path(__file__).resolve().parent.parent)
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {"CUPY_CACHE_DIR": folder, "PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", "")}
+        environment = os.environ | {
+            "CUPY_CACHE_DIR": folder,
+            "PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", ""),
+        }
 
         def run() -> float:
-            result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+            result = subprocess.run(
+                [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+            )
             return float(result.stdout)
 
         return {"cold": run(), "warm": min(run() for _ in range(3))}
@@ -172,7 +193,9 @@ def main() -> int:
     print("import, s above cupy: " + ", ".join(f"{name} {value:.2f}" for name, value in imports.items()))
     if arguments.json:
         device = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        arguments.json.write_text(json.dumps({"device": device, "problems": rows, "host_us": host, "import_s": imports}, indent=1))
+        arguments.json.write_text(
+            json.dumps({"device": device, "problems": rows, "host_us": host, "import_s": imports}, indent=1)
+        )
     return 0
 
 

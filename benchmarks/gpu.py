@@ -29,7 +29,10 @@ def _finish(name: str, started: tuple[subprocess.Popen[bytes], Path], begin: flo
     status = process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
     shown = lines if name == "bench" else lines[-1:] if status == 0 else lines[-25:]
-    return status == 0, f"{name}: {'ok' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)\n  " + "\n  ".join(shown)
+    return (
+        status == 0,
+        f"{name}: {'ok' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)\n  " + "\n  ".join(shown),
+    )
 
 
 def main() -> int:
@@ -47,7 +50,18 @@ def main() -> int:
     for step in steps:
         begin = time.perf_counter()
         if step == "tests":
-            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "-m", "gpu", "tests"]
+            command = [
+                sys.executable,
+                "-m",
+                "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "--durations=5",
+                "-m",
+                "gpu",
+                "tests",
+            ]
             summary.append(_finish("tests", _run("tests", command, arguments.logs), begin))
         elif step == "sanitize":
             tool = shutil.which("compute-sanitizer")
@@ -56,13 +70,32 @@ def main() -> int:
                 continue
             # Beside one another: each is bound by one core of the host.
             started = {
-                name: _run(name, [tool, "--tool", name, "--error-exitcode", "1", sys.executable, "benchmarks/sanitize.py", *arguments.cases], arguments.logs)
+                name: _run(
+                    name,
+                    [
+                        tool,
+                        "--tool",
+                        name,
+                        "--error-exitcode",
+                        "1",
+                        sys.executable,
+                        "benchmarks/sanitize.py",
+                        *arguments.cases,
+                    ],
+                    arguments.logs,
+                )
                 for name in arguments.tools
             }
             summary += [_finish(name, process, begin) for name, process in started.items()]
         else:
             results = arguments.logs / "forward.json"
-            command = [sys.executable, "benchmarks/forward.py", "--json", str(results), *(["--quick"] if arguments.quick else [])]
+            command = [
+                sys.executable,
+                "benchmarks/forward.py",
+                "--json",
+                str(results),
+                *(["--quick"] if arguments.quick else []),
+            ]
             summary.append(_finish("bench", _run("bench", command, arguments.logs), begin))
     print("\n".join(text for _, text in summary))
     return 0 if all(good for good, _ in summary) else 1

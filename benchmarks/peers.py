@@ -1,4 +1,5 @@
-"""Other ways to compute attention on a GPU, for comparison: naive CuPy, and PyTorch's back ends where PyTorch is installed."""
+"""Other ways to compute attention on a GPU, for comparison: naive CuPy, and PyTorch's back ends where PyTorch is
+installed."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 Peer = Callable[[Any, Any, Any, bool], Any]
-"""Takes CuPy arrays q, k, v (batch, heads, sequence, feature) and `causal`; returns a function without arguments to time."""
+"""Takes CuPy arrays q, k, v (batch, heads, sequence, feature) and `causal`; returns a function without arguments to
+time."""
 
 
 def naive_cupy(q: Any, k: Any, v: Any, causal: bool) -> Callable[[], Any]:
@@ -58,6 +60,11 @@ def peers() -> dict[str, Peer]:
     except ImportError:
         return found
     if torch.cuda.is_available():
-        backends = {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+        backends = {
+            "cuDNN": "CUDNN_ATTENTION",
+            "flash": "FLASH_ATTENTION",
+            "efficient": "EFFICIENT_ATTENTION",
+            "math": "MATH",
+        }
         found |= {f"torch {label}": torch_backend(name) for label, name in backends.items()}
     return found

@@ -190,7 +190,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     if (threadIdx.x < 32) map_block(params, shared.tile);
     __syncthreads();
     const TileMap& tile = shared.tile;
-    if (tile.row_begin >= tile.num_rows) return;
+    if (tile.num_rows == 0) return;
 
     const int lane = threadIdx.x % 32 / kGroupsPerWarp;
     const int first_row = threadIdx.x / 32 * kGroupsPerWarp * kRows + threadIdx.x % kGroupsPerWarp;

@@ -37,20 +37,22 @@ def attention(
     ``__cuda_array_interface__``) on their GPU, on the current stream, without synchronisation.
 
     .. warning::
-       Axes are ``(..., heads, sequence, feature)``. An array laid out as ``(batch, sequence, heads, feature)`` is silently a valid
-       input with ``sequence`` heads: pass ``x.swapaxes(-3, -2)``, which costs no copy, and swap the result back.
+       Axes are ``(..., heads, sequence, feature)``. An array laid out as ``(batch, sequence, heads, feature)`` is
+       silently a valid input with ``sequence`` heads: pass ``x.swapaxes(-3, -2)``, which costs no copy, and swap the
+       result back.
 
     Parameters
     ----------
     q : array, shape (..., Hq, Nq, D)
-        Queries: float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64. A 2-D array ``(Nq, D)`` is one head. Any strides.
+        Queries: float16, bfloat16 (``ml_dtypes.bfloat16``), float32 or float64. A 2-D array ``(Nq, D)`` is one head.
+        Any strides.
     k : array, shape (..., Hkv, Nk, D)
-        Keys, of the same dtype. ``Hq`` must be a multiple of ``Hkv``; query head ``h`` reads key head ``h // (Hq // Hkv)``.
-        Leading axes broadcast as in ``np.matmul``, without a copy; head axes never broadcast.
+        Keys, of the same dtype. ``Hq`` must be a multiple of ``Hkv``; query head ``h`` reads key head
+        ``h // (Hq // Hkv)``. Leading axes broadcast as in ``np.matmul``, without a copy; head axes never broadcast.
     v : array, shape (..., Hkv, Nk, Dv)
         Values, of the same dtype. ``D`` and ``Dv`` are 1 to 512.
     causal : bool or {"bottom_right", "top_left"}, optional
-        Hide key ``j`` from query ``i`` where ``j > i + query_offset``. The names also set the offset, to ``Nk - Nq`` or 0.
+        Hide key ``j`` from query ``i`` where ``j > i + query_offset``. The names also set the offset: ``Nk - Nq``, 0.
     window : (left, right), optional
         Hide key ``j`` unless ``p - left <= j <= p + right``, where ``p = i + query_offset``; None leaves a side open.
     query_offset : int or integer array that broadcasts to the leading axes, optional
@@ -68,8 +70,8 @@ def attention(
     sinks : float array that broadcasts to (..., Hq), optional
         One more logit per head that enlarges the denominator only; the lse includes it.
     precision : {None, "ieee", "tf32"}, optional
-        "ieee": the error of the dtype itself. "tf32" (float32 only) allows TF32 tensor cores. None: "ieee", or "tf32" if the
-        environment has ``CUPY_TF32=1``.
+        "ieee": the error of the dtype itself. "tf32" (float32 only) allows TF32 tensor cores. None: "ieee", or "tf32"
+        if the environment has ``CUPY_TF32=1``.
     return_lse : bool, optional
         Also return the log-sum-exp of the scores.
     out : array, shape (..., Hq, Nq, Dv), optional
@@ -84,19 +86,19 @@ def attention(
     Returns
     -------
     out : array, shape (..., Hq, Nq, Dv)
-        NumPy for NumPy, else CuPy; new arrays lie in memory in the axis order of `q`, as with ``np.empty_like``. A query that
-        sees no key gives 0.
+        NumPy for NumPy, else CuPy; new arrays lie in memory in the axis order of `q`, as with ``np.empty_like``. A
+        query that sees no key gives 0.
     lse : array, shape (..., Hq, Nq)
-        Only with `return_lse` or `lse`: natural logarithm, float32 (float64 for float64); ``-inf``, or the sink, for a query
-        that sees no key.
+        Only with `return_lse` or `lse`: natural logarithm, float32 (float64 for float64); ``-inf``, or the sink, for a
+        query that sees no key.
 
     Raises
     ------
     TypeError
         Not an array, wrong or mixed dtypes, NumPy mixed with GPU arrays, options of the wrong type.
     ValueError
-        Shapes, strides, values or devices that do not fit together. Both name argument, got and expected, and are raised before
-        anything is launched or written.
+        Shapes, strides, values or devices that do not fit together. Both name argument, got and expected, and are
+        raised before anything is launched or written.
 
     See Also
     --------
@@ -110,7 +112,8 @@ def attention(
     References
     ----------
     .. [1] M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
-    .. [2] T. Dao et al., "FlashAttention: Fast and memory-efficient exact attention with IO-awareness", 2022, arXiv:2205.14135.
+    .. [2] T. Dao et al., "FlashAttention: Fast and memory-efficient exact attention with IO-awareness", 2022,
+       arXiv:2205.14135.
     .. [3] O. Press et al., "Train short, test long: attention with linear biases", 2022, arXiv:2108.12409.
 
     Examples
@@ -125,8 +128,8 @@ def attention(
     if query_offset is not None and not isinstance(query_offset, (int, np.integer)):
         offset_array, offset = query_offset, None
     options = (
-        "attention", causal, type(causal), scale, type(scale), offset, type(offset), softcap, type(softcap), precision, return_lse, out_dtype,
-        None if window is None else hashable_window(window),
+        "attention", causal, type(causal), scale, type(scale), offset, type(offset), softcap, type(softcap), precision,
+        return_lse, out_dtype, None if window is None else hashable_window(window),
     )  # fmt: skip
     others = None
     if not (out is lse is bias is mask is alibi_slopes is sinks is offset_array is None):
@@ -135,8 +138,8 @@ def attention(
     if launch is not None and workspace is None and ((out is None and lse is None) or launch.results_apart(pointers)):
         return launch.run(pointers, out, lse)
     problem, infos = describe_attention(
-        q, k, v, causal=causal, window=window, query_offset=query_offset, scale=scale, bias=bias, mask=mask, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse, out_dtype=out_dtype,
-        workspace=workspace,
+        q, k, v, causal=causal, window=window, query_offset=query_offset, scale=scale, bias=bias, mask=mask,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out,
+        lse=lse, out_dtype=out_dtype, workspace=workspace,
     )  # fmt: skip
     return execute(problem, infos, key, out, lse)

@@ -1,7 +1,7 @@
 """The only file that touches device memory: allocates results, fills the argument struct, launches.
 
-A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a bounded
-cache and costs one look-up, one allocation per result and the launch itself.
+A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a
+bounded cache and costs one look-up, one allocation per result and the launch itself.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Launch:
         self.device_id = device_id
         self._cupy = sys.modules["cupy"]
         self._get_device = self._cupy.cuda.runtime.getDevice
-        self._function = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
+        self._function: Any = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
         self._block = (plan.tile.num_threads,)
         self._shared_memory = plan.shared_memory
         self._parts = self._split(problem, plan)
@@ -77,7 +77,9 @@ class Launch:
             offsets = None
             if index:
                 offsets = tuple(
-                    sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True)) if operand else 0
+                    sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
+                    if operand
+                    else 0
                     for operand in operands
                 )
             for first_block in range(0, plan.num_blocks, MAX_GRID):
@@ -156,7 +158,9 @@ def device_info(device_id: int) -> Device:
     return Device(capability, memory, attributes["MultiProcessorCount"])
 
 
-def find(q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple) -> tuple[Any, Launch | None, list[int]]:
+def find(
+    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
+) -> tuple[Any, Launch | None, list[int]]:
     """Look up the launch of an earlier call of the same form.
 
     Parameters
@@ -179,7 +183,8 @@ def find(q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple)
     alignment = (pointers[0] & 15) << 8 | (pointers[1] & 15) << 4 | pointers[2] & 15
     devices = q_data.device_id, k_data.device_id, v_data.device_id
     key: tuple[Any, ...] = (
-        options, settings(), alignment, devices, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype
+        options, settings(), alignment, devices, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape,
+        v.strides, v.dtype
     )  # fmt: skip
     if others is None:
         pointers += _NO_POINTERS

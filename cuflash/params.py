@@ -15,10 +15,33 @@ if TYPE_CHECKING:
 
 BATCH_AXES = 4
 
-POINTERS = ("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sinks", "query_offsets", "cu_seqlens_q", "cu_seqlens_k")
+POINTERS = (
+    "q",
+    "k",
+    "v",
+    "out",
+    "lse",
+    "bias",
+    "mask",
+    "alibi_slopes",
+    "sinks",
+    "query_offsets",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+)
 _STRIDED = POINTERS[:10]
 _STRIDES_NAMES = ("q", "k", "v", "out", "lse", "bias", "mask", "alibi", "sink", "query_offset")
-_INT64 = ("num_batches", "num_sequences", "num_m_blocks", "first_block", "seqlen_q", "seqlen_k", "query_offset", "window_left", "window_right")
+_INT64 = (
+    "num_batches",
+    "num_sequences",
+    "num_m_blocks",
+    "first_block",
+    "seqlen_q",
+    "seqlen_k",
+    "query_offset",
+    "window_left",
+    "window_right",
+)
 _INT32 = ("num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "longest_first", "offset_from_lengths",
           "alibi_dtype", "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size")  # fmt: skip
 
@@ -48,7 +71,6 @@ FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 OPEN_WINDOW = 2**61
 _ZEROS = (0,) * BATCH_AXES
 _NO_STRIDES = (0,) * (BATCH_AXES + 3)
-_FIRST_OPERAND = Problem._fields.index("q")
 
 
 def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
@@ -56,7 +78,7 @@ def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> b
     axes = plan.batch_axes
     varlen = problem.op == "attention_varlen"
     values: list[float] = []
-    for name, operand in zip(_STRIDED, problem[_FIRST_OPERAND : _FIRST_OPERAND + len(_STRIDED)], strict=True):
+    for name, operand in zip(_STRIDED, problem.operands[: len(_STRIDED)], strict=True):
         if operand is None:
             values += _NO_STRIDES
         elif not varlen:

@@ -15,8 +15,6 @@ from .problem import Problem
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
 
-_OPERANDS = slice(Problem._fields.index("q"), Problem._fields.index("cu_seqlens_k") + 1)
-
 Macros = tuple[tuple[str, str | int], ...]
 
 
@@ -43,7 +41,10 @@ class Plan(NamedTuple):
     """Axis and length of those beyond four: one launch for each of their indices."""
 
     def __str__(self) -> str:
-        return f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks, {self.shared_memory} bytes of shared memory"
+        return (
+            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks, "
+            f"{self.shared_memory} bytes of shared memory"
+        )
 
 
 def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
@@ -119,7 +120,7 @@ def _merge_axes(problem: Problem) -> tuple[tuple[tuple[int, int], ...], tuple[tu
     batch = problem.batch
     if len(batch) == 1:
         return (), ((0, batch[0]),)
-    operands = [operand.strides for operand in problem[_OPERANDS] if operand is not None]
+    operands = [operand.strides for operand in problem.operands if operand is not None]
     merged: list[tuple[int, int]] = []
     for axis in range(len(batch) - 1, -1, -1):
         length = batch[axis]
@@ -157,7 +158,7 @@ def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device) -> M
 
 
 def _elements_aligned(problem: Problem) -> bool:
-    for operand in problem[_OPERANDS]:
+    for operand in problem.operands:
         if operand is not None:
             itemsize = ITEMSIZE[operand.dtype]
             if operand.alignment % itemsize or (operand.strides and operand.strides[-1] % itemsize):

@@ -87,8 +87,16 @@ class Problem(NamedTuple):
     is_2d: bool
     """q, k and v were 2-D, so the results have no head axis."""
 
+    @property
+    def operands(self) -> tuple[Operand | None, ...]:
+        """q, k, v, out, lse, bias, mask, alibi_slopes, sinks, query_offsets, cu_seqlens_q, cu_seqlens_k."""
+        return self[_OPERANDS]  # type: ignore[return-value]
+
     def __str__(self) -> str:
         return describe_in_words(self)
+
+
+_OPERANDS = slice(Problem._fields.index("q"), Problem._fields.index("cu_seqlens_k") + 1)
 
 
 def describe_attention(

@@ -1,0 +1,373 @@
+"""Random calls on the NumPy back end and on every row of the kernel table, and relations that hold between calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cuflash
+from cuflash.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
+from cuflash.kernels import KERNELS, KernelSpec
+from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data
+
+Shape = tuple[int, ...]
+
+LENGTHS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129)
+HEAD_DIMS = (1, 2, 3, 7, 8, 9, 16, 24, 32, 40, 48, 64, 72, 80, 96, 128, 192, 256)
+GPU_HEAD_DIMS = (8, 17, 40, 64, 72, 128)
+"""Few, as each bucket is compiled anew."""
+SEQLENS = st.one_of(st.sampled_from(LENGTHS), st.integers(1, 200), st.integers(1, 200))
+WORK = 40_000_000
+"""Limit for the multiplications of one call: the float64 definition takes longest."""
+SETTINGS = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+
+
+class Call(NamedTuple):
+    """One random call; its arrays follow from the seed."""
+
+    case: Case
+    """Shapes with all axes, and options, as cuflash.testing judges them."""
+    dtype: str
+    shapes: Mapping[str, Shape]
+    """Of q, k and v as they are passed: axes may be missing or 1 where they broadcast."""
+    layouts: Mapping[str, str]
+    """By argument name."""
+    boundary_dtypes: tuple[str, ...]
+    """Of cu_seqlens_q and, if it is passed, cu_seqlens_k."""
+    poison: float | None
+    """What stands in rows of k and v that nobody sees."""
+    spread: float
+    """Size of q."""
+    mean: float
+    """Of k and v."""
+    value_spread: float
+    seed: int
+
+
+def _one_in(count: int, draw: Callable[[Any], Any]) -> bool:
+    # Hypothesis prefers the ends of a range.
+    return draw(st.integers(0, count - 1)) == count // 2
+
+
+def _shrunk(shape: Shape, draw: Callable[[Any], Any]) -> Shape:
+    """Leave out leading axes or make axes 1, such that the result still broadcasts to `shape`."""
+    kept = shape[draw(st.integers(0, len(shape))) :]
+    return tuple(1 if _one_in(4, draw) else length for length in kept)
+
+
+def _layouts(rank: int) -> tuple[str, ...]:
+    if rank == 0:
+        return ("contiguous", "odd_bytes")
+    return LAYOUTS if rank > 1 else ("contiguous", "reversed", "every_second", "odd_bytes")
+
+
+def _draw_layouts(draw: Callable[[Any], Any], ranks: Mapping[str, int], results: bool) -> dict[str, str]:
+    layouts = {name: draw(st.sampled_from(("contiguous", *_layouts(rank)))) for name, rank in ranks.items()}
+    if results:
+        for name, rank in (("out", ranks["out"]), ("lse", ranks["out"] - 1)):
+            layouts[name] = draw(st.sampled_from([x for x in _layouts(rank) if x != "broadcast"]))
+    else:
+        del layouts["out"]
+    return layouts
+
+
+def _head_dims(draw: Callable[[Any], Any], gpu: bool) -> tuple[int, int]:
+    dims = st.sampled_from(GPU_HEAD_DIMS) if gpu else st.one_of(st.sampled_from(HEAD_DIMS), st.integers(1, 512))
+    head_dim = draw(dims)
+    return head_dim, draw(dims) if _one_in(3, draw) else head_dim
+
+
+def _score_options(draw: Callable[[Any], Any], dtype: str, gpu: bool) -> dict[str, Any]:
+    """Draw options that are no arrays and that both functions have."""
+    options: dict[str, Any] = {"causal": draw(st.sampled_from((False, False, True, "bottom_right", "top_left")))}
+    if _one_in(4, draw):
+        side = st.sampled_from((None, 0, 1, 5, 16, 63, 64, 65, 150, 2**40))
+        options["window"] = (draw(side), draw(side))
+    if _one_in(4, draw):
+        options["scale"] = draw(st.sampled_from((0, 1, -0.3, 2.5, 1e-30, np.float32(0.1))))
+    if _one_in(4, draw):
+        options["softcap"] = draw(st.sampled_from((0.5, 3.0, 50, 1e30)))
+    if _one_in(4, draw):
+        options["out_dtype"] = draw(st.sampled_from(FLOAT_NAMES))
+    if _one_in(4, draw):
+        # TF32 is allowed to err more on a GPU.
+        options["precision"] = "tf32" if dtype == "float32" and not gpu and draw(st.booleans()) else "ieee"
+    return options
+
+
+def _values(draw: Callable[[Any], Any]) -> dict[str, Any]:
+    return {
+        "poison": draw(st.sampled_from((None, math.nan, math.inf, -math.inf))),
+        "spread": draw(st.sampled_from((1.0, 1.0, 0.01, 6.0))),
+        "mean": draw(st.sampled_from((0.0, 0.0, 1.0, -3.0))),
+        "value_spread": draw(st.sampled_from((1.0, 1.0, 1e-6, 1e3))),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+def _heads(draw: Callable[[Any], Any]) -> tuple[int, int]:
+    num_heads_kv = 0 if _one_in(30, draw) else draw(st.integers(1, 3))
+    return num_heads_kv * draw(st.sampled_from((1, 1, 2, 3, 4, 8))), num_heads_kv
+
+
+@st.composite
+def dense_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
+    """Draw a call of `attention`."""
+    dtype = draw(st.sampled_from(FLOAT_NAMES))
+    lengths = st.just(0) if _one_in(30, draw) else st.sampled_from((1, 2, 2, 3))
+    batch = tuple(draw(st.lists(lengths, max_size=4)))
+    num_heads_q, num_heads_kv = _heads(draw)
+    seqlen_q, seqlen_k, (head_dim, head_dim_v) = draw(SEQLENS), draw(SEQLENS), _head_dims(draw, gpu)
+    if math.prod(batch) * num_heads_q * seqlen_q * seqlen_k * (head_dim + head_dim_v) > WORK:
+        batch, num_heads_q = (1,) * len(batch), num_heads_q // max(num_heads_kv, 1)
+        num_heads_kv = min(num_heads_kv, 1)
+
+    leading = {name: _shrunk(batch, draw) for name in "qkv"}
+    # Somebody must have the axes that the others leave out.
+    leading[draw(st.sampled_from("qkv"))] = batch
+    heads = {"q": num_heads_q, "k": num_heads_kv, "v": num_heads_kv}
+    rows = {"q": (seqlen_q, head_dim), "k": (seqlen_k, head_dim), "v": (seqlen_k, head_dim_v)}
+    shapes = {}
+    for name in "qkv":
+        without_heads = leading[name] == () and heads[name] == 1 and draw(st.booleans())
+        shapes[name] = rows[name] if without_heads else (*leading[name], heads[name], *rows[name])
+    is_2d = all(len(shape) == 2 for shape in shapes.values())
+
+    options = _score_options(draw, dtype, gpu)
+    scores = (*batch, num_heads_q, seqlen_q, seqlen_k)
+    arrays: dict[str, tuple[Shape, str]] = {}
+    if _one_in(4, draw):
+        arrays["bias"] = _shrunk(scores, draw), draw(st.sampled_from(FLOAT_NAMES))
+    if _one_in(4, draw):
+        arrays["mask"] = _shrunk(scores, draw), "bool"
+    for name in ("alibi_slopes", "sinks"):
+        if _one_in(4, draw):
+            arrays[name] = _shrunk(scores[:-2], draw), draw(st.sampled_from(FLOAT_NAMES))
+    if isinstance(options["causal"], bool) and draw(st.booleans()):
+        if draw(st.booleans()):
+            arrays["query_offset"] = _shrunk(batch, draw), draw(st.sampled_from(INTEGER_NAMES))
+        else:
+            near = "alibi_slopes" in arrays
+            options["query_offset"] = draw(st.sampled_from((0, -20, 50) if near else (0, -70, 5, 150, 2**40, -(2**40))))
+
+    give_out = _one_in(3, draw)
+    ranks = {name: len(shape) for name, shape in shapes.items()}
+    ranks |= {name: len(shape) for name, (shape, _) in arrays.items()} | {"out": 2 if is_2d else len(batch) + 3}
+    full_q = shapes["q"] if is_2d else (*batch, num_heads_q, seqlen_q, head_dim)
+    full_k = shapes["k"] if is_2d else (*batch, num_heads_kv, seqlen_k, head_dim)
+    case = Case("random", full_q, full_k, head_dim_v, options, arrays, give_out=give_out)
+    return Call(case, dtype, shapes, _draw_layouts(draw, ranks, give_out), (), **_values(draw))
+
+
+@st.composite
+def packed_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
+    """Draw a call of `attention_varlen`."""
+    dtype = draw(st.sampled_from(FLOAT_NAMES))
+    num_heads_q, num_heads_kv = _heads(draw)
+    head_dim, head_dim_v = _head_dims(draw, gpu)
+    pairs = draw(st.lists(st.tuples(SEQLENS, SEQLENS), max_size=5))
+    if num_heads_q * sum(n * m for n, m in pairs) * (head_dim + head_dim_v) > WORK:
+        num_heads_q, num_heads_kv = num_heads_q // num_heads_kv, 1
+    same = _one_in(4, draw)
+    boundaries = [tuple(int(x) for x in np.cumsum([0] + [pair[side] for pair in pairs])) for side in (0, 0 if same else 1)]
+    tails = [draw(st.sampled_from((0, 0, 1, 40))) for _ in range(2)]
+    total_q, total_k = (ends[-1] + tail for ends, tail in zip(boundaries, tails, strict=True))
+    shapes = {"q": (total_q, num_heads_q, head_dim), "k": (total_k, num_heads_kv, head_dim)}
+    shapes["v"] = (*shapes["k"][:-1], head_dim_v)
+
+    options = _score_options(draw, dtype, gpu)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if _one_in(4, draw):
+            options[name] = draw(st.sampled_from((0, 1, 64, 10_000)))
+    arrays: dict[str, tuple[Shape, str]] = {}
+    for name in ("alibi_slopes", "sinks"):
+        if _one_in(4, draw):
+            arrays[name] = _shrunk((len(pairs), num_heads_q), draw), draw(st.sampled_from(FLOAT_NAMES))
+
+    give_out = _one_in(3, draw)
+    integers = [name for name in INTEGER_NAMES if np.iinfo(name).max >= max(total_q, total_k)]
+    boundary_dtypes = tuple(draw(st.sampled_from(integers)) for _ in range(1 if same else 2))
+    ranks = {name: 3 for name in ("q", "k", "v", "out")} | {name: len(shape) for name, (shape, _) in arrays.items()}
+    ranks |= {name: 1 for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    cu_seqlens = boundaries[0], boundaries[1]
+    case = Case("random", shapes["q"], shapes["k"], head_dim_v, options, arrays, give_out=give_out, cu_seqlens=cu_seqlens)
+    return Call(case, dtype, shapes, _draw_layouts(draw, ranks, give_out), boundary_dtypes, **_values(draw))
+
+
+def _data(call: Call) -> tuple[Data, Data]:
+    """Return the arrays as the definition is to read them, and with poison where nobody looks."""
+    rng = np.random.default_rng(call.seed)
+    element = DTYPES[call.dtype]
+    drawn = {
+        "q": call.spread * rng.standard_normal(call.shapes["q"]),
+        "k": call.mean + rng.standard_normal(call.shapes["k"]),
+        "v": call.value_spread * (call.mean + rng.standard_normal(call.shapes["v"])),
+    }
+    arrays = {name: _as_stored(x.astype(element), call.layouts[name]) for name, x in drawn.items()}
+    options = {
+        name: _as_stored(x, call.layouts[name]) for name, x in make_data(call.case, call.dtype, call.seed).options.items()
+    }
+    clean = Data(arrays["q"], arrays["k"], arrays["v"], options)
+    if call.poison is None:
+        return clean, clean
+    seen = dict(zip("qkv", _seen(call, clean), strict=True))
+    poisoned = {name: _poisoned(arrays[name], seen[name], call.layouts[name], call.poison) for name in "qkv"}
+    return clean, Data(poisoned["q"], poisoned["k"], poisoned["v"], options)
+
+
+def _as_stored(x: np.ndarray, layout: str) -> np.ndarray:
+    """Repeat the first matrix, where the layout has stride 0 on all other axes."""
+    if layout != "broadcast" or x.size == 0:
+        return x
+    return np.broadcast_to(x[(0,) * (x.ndim - 2)], x.shape)
+
+
+def _seen(call: Call, data: Data) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which rows (*batch, heads, sequence) of q, k and v some result may depend on.
+
+    A row of k may hold anything as soon as all queries hide it, a row of v only if its position hides it.
+    """
+    case = call.case
+    if case.cu_seqlens is not None:
+        row_q, row_k, row_v = (np.zeros(call.shapes[name][:2], bool) for name in "qkv")
+        for (begin_q, end_q), (begin_k, end_k) in zip(*(zip(x, x[1:], strict=False) for x in case.cu_seqlens), strict=True):
+            row_q[begin_q:end_q] = True
+            offset = 0 if case.options["causal"] == "top_left" else end_k - begin_k - (end_q - begin_q)
+            row_k[begin_k:end_k] = _by_position(case, end_q - begin_q, end_k - begin_k, np.asarray(offset)).any(0)[:, None]
+        row_v[...] = row_k
+        return row_q, row_k, row_v
+    *batch, num_heads_q, seqlen_q, _ = case.shape_q if len(case.shape_q) > 2 else (1, *case.shape_q)
+    *_, num_heads_kv, seqlen_k, _ = case.shape_k if len(case.shape_k) > 2 else (1, *case.shape_k)
+    offset = data.options.get("query_offset", case.options.get("query_offset"))
+    if offset is None:
+        offset = 0 if case.options["causal"] == "top_left" else seqlen_k - seqlen_q
+    # Python's integers hold the difference of an unsigned and a negative one.
+    position = np.broadcast_to(np.asarray(offset).astype(np.int64), batch)[..., np.newaxis, np.newaxis, np.newaxis]
+    visible = _by_position(case, seqlen_q, seqlen_k, position)
+    seen_v = np.broadcast_to(visible.any(-2), (*batch, num_heads_kv, seqlen_k))
+    visible = np.broadcast_to(visible, (*batch, num_heads_q, seqlen_q, seqlen_k))
+    if "mask" in data.options:
+        visible = visible & data.options["mask"]
+    if "bias" in data.options:
+        visible = visible & (data.options["bias"].astype(np.float64) != -np.inf)
+    group_size = num_heads_q // max(num_heads_kv, 1)
+    seen_k = visible.any(-2).reshape(*batch, num_heads_kv, group_size, seqlen_k).any(-2)
+    return np.ones((*batch, num_heads_q, seqlen_q), bool), seen_k, seen_v
+
+
+def _by_position(case: Case, seqlen_q: int, seqlen_k: int, offset: np.ndarray) -> np.ndarray:
+    left, right = case.options.get("window", (None, None))
+    distance = np.arange(seqlen_k) - (np.arange(seqlen_q)[:, np.newaxis] + offset)
+    visible = np.ones(distance.shape, bool)
+    if case.options["causal"]:
+        visible &= distance <= 0
+    if left is not None:
+        visible &= distance >= -left
+    if right is not None:
+        visible &= distance <= right
+    return visible
+
+
+def _poisoned(x: np.ndarray, seen: np.ndarray, layout: str, poison: float) -> np.ndarray:
+    """Put poison into the rows of x that are not in `seen`, which has all leading axes."""
+    if x.size == 0:
+        return x
+    if x.ndim == 2:
+        seen = seen.any(axis=tuple(range(seen.ndim - 1)))
+    else:
+        seen = seen.any(axis=tuple(range(seen.ndim - x.ndim + 1)))
+        repeated = tuple(axis for axis in range(seen.ndim) if layout == "broadcast" or x.shape[axis] == 1)
+        seen = seen.any(axis=tuple(axis for axis in repeated if axis < seen.ndim - 1), keepdims=True)
+    return np.where(seen[..., np.newaxis], x, x.dtype.type(poison))
+
+
+def _run(call: Call, data: Data, xp: Any) -> Outcome:
+    """Make the call in poisoned memory; like cuflash.testing.run, with a layout for each array."""
+    case = call.case
+
+    def stored(name: str, x: np.ndarray) -> Poisoned:
+        return Poisoned(xp, x.shape, x.dtype, call.layouts[name], x)
+
+    inputs = {name: stored(name, x) for name, x in zip("qkv", data[:3], strict=True)}
+    options = {name: stored(name, x) for name, x in data.options.items()}
+    if case.cu_seqlens is not None:
+        names = ("cu_seqlens_q", "cu_seqlens_k")
+        for name, values, dtype in zip(names, case.cu_seqlens, call.boundary_dtypes, strict=False):
+            inputs[name] = stored(name, np.asarray(values, dtype))
+    results: dict[str, Poisoned] = {}
+    if case.give_out:
+        shape = expected_shape(case)
+        lse_dtype = np.dtype(np.float64 if call.dtype == "float64" else np.float32)
+        out_dtype = DTYPES[case.options.get("out_dtype", call.dtype)]
+        results["out"] = Poisoned(xp, shape, out_dtype, call.layouts["out"])
+        results["lse"] = Poisoned(xp, shape[:-1], lse_dtype, call.layouts["lse"])
+    keywords = {name: x.array for name, x in (options | results).items()} | dict(case.options)
+    out, lse = case.function(*(x.array for x in inputs.values()), return_lse=True, **keywords)
+    clean = all(x.unchanged() for x in (inputs | options).values())
+    clean &= all(x.unchanged(outside_only=True) for x in results.values())
+    if results:
+        assert out is results["out"].array and lse is results["lse"].array
+        out, lse = results["out"].values(), results["lse"].values()
+    elif xp is not np:
+        out, lse = out.get(), lse.get()
+    return Outcome(out, lse, clean)
+
+
+def _assert_right_twice(call: Call, xp: Any) -> None:
+    clean, poisoned = _data(call)
+    first = _run(call, poisoned, xp)
+    check(call.case, clean, first)
+    second = _run(call, poisoned, xp)
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
+@settings(SETTINGS, max_examples=1000)
+@given(dense_calls(gpu=False))
+def test_dense_on_the_cpu(call: Call) -> None:
+    _assert_right_twice(call, np)
+
+
+@settings(SETTINGS, max_examples=500)
+@given(packed_calls(gpu=False))
+def test_packed_on_the_cpu(call: Call) -> None:
+    _assert_right_twice(call, np)
+
+
+def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
+    import cupy
+
+    with cuflash.options(kernel=spec.name):
+        try:
+            _assert_right_twice(call, cupy)
+        except ValueError as error:
+            # A row may refuse; tests/test_forward.py knows when.
+            if "cannot serve this call" not in str(error):
+                raise
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_dense_on_the_gpu(spec: KernelSpec) -> None:
+    @settings(SETTINGS, max_examples=100)
+    @given(dense_calls(gpu=True))
+    def right(call: Call) -> None:
+        _assert_right_twice_on_gpu(spec, call)
+
+    right()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_packed_on_the_gpu(spec: KernelSpec) -> None:
+    @settings(SETTINGS, max_examples=50)
+    @given(packed_calls(gpu=True))
+    def right(call: Call) -> None:
+        _assert_right_twice_on_gpu(spec, call)
+
+    right()
