@@ -152,7 +152,7 @@ def host_times() -> dict[str, float]:
 
 
 def import_times() -> dict[str, float]:
-    """Seconds that `import cuflash` adds to `import cupy; cupy.empty(1)`, with an empty and with a filled kernel cache."""
+    """Seconds that `import cuflash` adds to `import cupy; cupy.empty(1)`, kernel cache empty and filled."""
     import os
     import tempfile
 

@@ -69,6 +69,10 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(","))
 
 
+def _window(text: str) -> tuple[int | None, ...]:
+    return tuple(None if part.strip() == "none" else int(part) for part in text.split(","))
+
+
 def _explain(arguments: argparse.Namespace) -> int:
     dtype = DTYPES[arguments.dtype]
     q = _Shape(arguments.q, dtype)
@@ -103,7 +107,9 @@ def main(arguments: list[str] | None = None) -> int:
     explain_parser.add_argument("--v", type=_integers, metavar="B,H,N,D", help="shape of v (default: that of k)")
     explain_parser.add_argument("--dtype", choices=FLOAT_NAMES, default="float16")
     explain_parser.add_argument("--causal", action="store_true")
-    explain_parser.add_argument("--window", type=_integers, metavar="LEFT,RIGHT")
+    explain_parser.add_argument(
+        "--window", type=_window, metavar="LEFT,RIGHT", help="keys left and right of a query; 'none' leaves a side open"
+    )
     explain_parser.add_argument("--softcap", type=float)
     explain_parser.add_argument(
         "--device", type=int, metavar="CC", help="compute capability to plan for, such as 90 (default: this machine)"

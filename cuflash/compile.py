@@ -1,7 +1,7 @@
 """From a plan to a compiled kernel: entry text, CuPy's RawModule, and compilation without a GPU.
 
-The entry file of a kernel is a few #define lines and one #include. CuPy caches compiled modules on disk by that text, which
-holds a digest of all of cuda_src because the cache does not see included files.
+The entry file of a kernel is a few #define lines and one #include. CuPy caches compiled modules on disk by that text,
+which holds a digest of all of cuda_src because the cache does not see included files.
 """
 
 from __future__ import annotations
@@ -158,7 +158,8 @@ def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:
             finished |= done
             if pending or announced:
                 if not announced:
-                    print(f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):", end="", file=sys.stderr)
+                    message = f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):"
+                    print(message, end="", file=sys.stderr)
                     announced = True
                 print(f" {len(finished)}", end="", file=sys.stderr, flush=True)
     if announced:

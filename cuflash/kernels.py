@@ -1,16 +1,15 @@
 """The table of kernels: one `KernelSpec` row each, fastest first.
 
-Dispatch, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that accepts a
-problem serves it. The last row takes everything.
+Dispatch, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that
+accepts a problem serves it. The last row takes everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import NamedTuple
 
-from .arrays import FLOAT_NAMES, ITEMSIZE
+from .arrays import FLOAT_NAMES
 from .problem import Problem
 
 CPU_KERNEL = "cpu"
@@ -32,7 +31,10 @@ class Device(NamedTuple):
         return f"sm_{self.compute_capability}"
 
 
-_SHARED_MEMORY_KB = {70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99, 90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99}
+_SHARED_MEMORY_KB = {
+    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99,
+    90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
 
 
 def device_of(compute_capability: int) -> Device:
@@ -67,11 +69,11 @@ class KernelSpec(NamedTuple):
     head_dim_bucket: Callable[[int], int]
     """Head dimension of the compiled kernel that serves a given one."""
     tiles: Callable[[Problem, Device], list[Tile]]
-    """Tiles for a problem, preferred first, those that do not fit the device left out."""
+    """Tiles that fit problem and device, preferred first; the plan takes the first that is not too tall for the rows.
+
+    Like everything else here they may depend on anything in the problem but its lengths."""
     shared_memory: Callable[[Problem, Tile], int]
     """Bytes of shared memory per block."""
-    vector_loads: Callable[[Problem], bool]
-    """Whether q, k, v and out can move in the kernel's widest vectors."""
     min_blocks: Callable[[Problem, Tile, Device], int]
     """Blocks per multiprocessor for which the compiler keeps registers free."""
 
@@ -90,7 +92,8 @@ class KernelSpec(NamedTuple):
             if missing:
                 return f"does not implement {', '.join(missing)}"
         if not self.tiles(problem, device):
-            return f"no tile for head_dim {problem.head_dim}/{problem.head_dim_v} fits {device.shared_memory_per_block} bytes of shared memory"
+            head_dims = f"{problem.head_dim}/{problem.head_dim_v}"
+            return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
         return None
 
 
@@ -120,7 +123,6 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-@lru_cache(maxsize=1024)
 def scalar_bucket(head_dim: int) -> int:
     """16, 32, 64, then multiples of 32 and, above 192, of 64."""
     if head_dim <= 64:
@@ -132,15 +134,6 @@ def _scalar_slice(bucket: int) -> int:
     return bucket if bucket <= 64 else 64 if bucket % 64 == 0 else 32
 
 
-@lru_cache(maxsize=1024)
-def _scalar_shared_memory(itemsize: int, bucket: int, bucket_v: int, tile: Tile) -> int:
-    pad = 16 // itemsize
-    q = tile.block_m * (bucket + pad)
-    slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
-    weights = tile.block_m * (tile.block_n + pad)
-    return _round_up((q + slices + weights) * itemsize + _TILE_MAP_BYTES, 16)
-
-
 def _scalar_form(problem: Problem) -> tuple[int, int, int]:
     """Accumulator size and head dimensions, which decide what a tile takes."""
     itemsize = 8 if problem.dtype == "float64" else 4
@@ -149,77 +142,51 @@ def _scalar_form(problem: Problem) -> tuple[int, int, int]:
 
 def scalar_shared_memory(problem: Problem, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_scalar.cu."""
-    return _scalar_shared_memory(*_scalar_form(problem), tile)
+    itemsize, bucket, bucket_v = _scalar_form(problem)
+    pad = 16 // itemsize
+    q = tile.block_m * (bucket + pad)
+    slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
+    weights = tile.block_m * (tile.block_n + pad)
+    return _round_up((q + slices + weights) * itemsize + _TILE_MAP_BYTES, 16)
 
 
-# Threads hold block_m * 16 / num_threads rows each: 8 rows give the best ratio of arithmetic to shared-memory loads, until the
-# output (rows x head_dim_v / 16 accumulators) no longer fits the registers beside the operands. Measured on an H200, TFLOP/s:
-# float32 64x64 with 128 threads 33 (head_dim 64, 128), with 256 threads 29 (256, 512); float64 128x64 15.5 (64), 64x64 15.4 (128).
+# Threads hold block_m * 16 / num_threads rows each: 8 rows give the best ratio of arithmetic to shared-memory loads,
+# until the output (rows x head_dim_v / 16 accumulators) no longer fits the registers beside the operands. Measured on
+# an H200, TFLOP/s: float32 64x64 with 128 threads 33 (head_dim 64, 128), with 256 threads 29 (256, 512); float64 128x64
+# 15.5 (64), 64x64 15.4 (128).
 _SCALAR_TILES = {
-    4: (Tile(64, 64, 128), Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 64), Tile(16, 64, 128), Tile(16, 32, 64), Tile(8, 32, 32), Tile(4, 16, 32)),
-    8: (Tile(128, 64, 256), Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 256), Tile(32, 32, 128), Tile(16, 64, 128), Tile(16, 32, 128), Tile(8, 32, 32), Tile(4, 16, 32)),
+    4: (
+        Tile(64, 64, 128), Tile(64, 64, 256), Tile(32, 64, 128), Tile(32, 32, 64), Tile(16, 64, 128), Tile(16, 32, 64),
+        Tile(8, 32, 32), Tile(4, 16, 32),
+    ),
+    8: (
+        Tile(128, 64, 256), Tile(64, 64, 256), Tile(32, 64, 256), Tile(32, 32, 256), Tile(32, 32, 128),
+        Tile(16, 64, 128), Tile(16, 32, 128), Tile(8, 32, 32), Tile(4, 16, 32),
+    ),
 }  # fmt: skip
-_SMALLEST_USEFUL = 16
-"""Rows below which a tile saves nothing: its keys are loaded all the same."""
 _TILE_MAP_BYTES = 14 * 8
 """sizeof(TileMap) of sequence.cuh."""
 
 
-@lru_cache(maxsize=1024)
-def _scalar_tiles(itemsize: int, bucket: int, bucket_v: int, max_rows: int, shared_memory: int) -> list[Tile]:
+def scalar_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Tiles whose output fits the registers and whose operands fit the device's shared memory, tallest first."""
+    itemsize, _, bucket_v = _scalar_form(problem)
     fitting = []
     for tile in _SCALAR_TILES[itemsize]:
         rows = tile.block_m * 16 // tile.num_threads
         output_registers = rows * bucket_v // 16 * itemsize // 4
         limit = 64 if rows >= 8 else 128 if itemsize == 4 or (rows <= 2 and tile.block_n <= 32) else 112
-        if output_registers > limit:
-            continue
-        if _scalar_shared_memory(itemsize, bucket, bucket_v, tile) <= shared_memory:
+        if output_registers <= limit and scalar_shared_memory(problem, tile) <= device.shared_memory_per_block:
             fitting.append(tile)
-    fitting.sort(key=lambda tile: tile.block_m > max_rows)
     return fitting
-
-
-def scalar_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles whose output fits the registers and whose operands fit the device's shared memory.
-
-    First come those no taller than the rows of one key head, and low enough for one block per multiprocessor.
-    """
-    num_rows, num_planes = problem.seqlen_q, problem.num_heads_q
-    if problem.op == "attention_varlen":
-        num_rows //= max(problem.batch[0], 1)
-    group_size = num_planes // max(problem.num_heads_kv, 1)
-    for length in problem.batch:
-        num_planes *= length
-    max_rows = 1024
-    while max_rows > _SMALLEST_USEFUL and (num_rows * group_size < max_rows or num_rows * num_planes < max_rows * device.num_multiprocessors):
-        max_rows //= 2
-    return _scalar_tiles(*_scalar_form(problem), max_rows, device.shared_memory_per_block)
-
-
-def scalar_vector_loads(problem: Problem) -> bool:
-    """All four arrays on 16-byte boundaries, features next to each other, rows of whole 16-byte vectors."""
-    itemsize = ITEMSIZE[problem.dtype]
-    operands = (problem.q, problem.k, problem.v)
-    return (
-        all(operand.alignment == 16 and operand.strides[-1] == itemsize for operand in operands)
-        and problem.head_dim * itemsize % 16 == 0
-        and problem.head_dim_v * itemsize % 16 == 0
-        and problem.out.alignment == 16
-        and problem.out.strides[-1] == ITEMSIZE[problem.out_dtype]
-    )
 
 
 def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    return _scalar_min_blocks(*_scalar_form(problem), tile, device.shared_memory_per_block)
-
-
-@lru_cache(maxsize=1024)
-def _scalar_min_blocks(itemsize: int, bucket: int, bucket_v: int, tile: Tile, shared_memory: int) -> int:
+    itemsize, _, bucket_v = _scalar_form(problem)
     output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = (shared_memory + 1024) // (_scalar_shared_memory(itemsize, bucket, bucket_v, tile) + 1024)
+    by_memory = (device.shared_memory_per_block + 1024) // (scalar_shared_memory(problem, tile) + 1024)
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
 
 
@@ -235,7 +202,6 @@ KERNELS = (
         head_dim_bucket=scalar_bucket,
         tiles=scalar_tiles,
         shared_memory=scalar_shared_memory,
-        vector_loads=scalar_vector_loads,
         min_blocks=scalar_min_blocks,
     ),
 )

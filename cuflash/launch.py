@@ -1,7 +1,8 @@
 """The only file that touches device memory: allocates results, fills the argument struct, launches.
 
 A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a
-bounded cache and costs one look-up, one allocation per result and the launch itself.
+bounded cache and costs one look-up, one allocation per result and the launch itself. A call that differs from an
+earlier one in its lengths alone (`Form`) is neither described nor planned again.
 """
 
 from __future__ import annotations
@@ -9,45 +10,147 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
-from numpy import frombuffer
 
 from . import compile as compile_module
-from . import cpu
-from .arrays import DTYPES, HOST, ArrayInfo, cupy_ndarray, extent
-from .kernels import CPU_KERNEL, Device
-from .knobs import Settings, settings
-from .params import BY_VALUE, POINTERS, pack_after_pointers, pack_pointers
-from .plan import MAX_GRID, Plan, make_plan
-from .problem import Operand, Problem
+from .arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from .host import execute_on_host
+from .kernels import Device
+from .knobs import settings
+from .params import (
+    POINTERS,
+    POINTERS_SIZE,
+    SIZE,
+    dense_strides,
+    pack_form,
+    pack_lengths,
+    pack_pointers_into,
+    pack_problem_lengths,
+)
+from .plan import MAX_GRID, Plan, make_plan, rows_worth_a_tile
+from .problem import Operand, Problem, result_rows
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
+_forms: dict[Any, Form] = {}
 
 _NO_POINTERS = (0,) * (len(POINTERS) - 3)
 _INFO_NAMES = {"query_offsets": "query_offset"}
 """Argument names of the struct's addresses, where they differ."""
 
 
-class Launch:
-    """A planned and compiled call, ready for new addresses."""
+class _Arguments:
+    """Memory for one argument struct, and what CuPy needs to pass it by value; the driver copies it during the launch.
+    """
+
+    def __init__(self) -> None:
+        from cupy.cuda.function import CPointer
+
+        array = np.empty(SIZE, np.uint8)
+        self.memory = array.data
+        self.by_value = (CPointer(array.ctypes.data),)
+
+
+_free_arguments: list[_Arguments] = []
+
+
+class Form:
+    """What launches share that differ in their lengths alone."""
 
     def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
         self.problem = problem
         self.plan = plan
         self.device_id = device_id
-        self._cupy = sys.modules["cupy"]
-        self._get_device = self._cupy.cuda.runtime.getDevice
-        self._function: Any = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
-        self._block = (plan.tile.num_threads,)
-        self._shared_memory = plan.shared_memory
-        self._parts = self._split(problem, plan)
-        rows = result_rows(problem)
-        self._out = _Result((*rows, problem.head_dim_v), problem.out)
-        self._lse = _Result(rows, problem.lse) if problem.lse else None
+        self.cupy = sys.modules["cupy"]
+        self.get_device = self.cupy.cuda.runtime.getDevice
+        self.function: Any = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
+        self.block = (plan.tile.num_threads,)
+        self.packed = pack_form(problem, plan)
+
+    def launch(self, q: Any, k: Any, v: Any) -> Launch | None:
+        """Plan a dense call of this form with other lengths; None where more than those would change.
+
+        Parameters
+        ----------
+        q, k, v
+            CuPy arrays without options beside them, of the dtypes, leading axes, heads and features of this form.
+        """
+        problem, plan = self.problem, self.plan
+        q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
+        seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
+        bits = 0
+        for strides in (q_strides, k_strides, v_strides):
+            for stride in strides[:-1]:
+                bits |= stride
+        itemsize = ITEMSIZE[problem.dtype]
+        same_layout = bits & 15 == 0 and q_strides[-1] == k_strides[-1] == v_strides[-1] == itemsize
+        num_batch, group_size, tile = len(problem.batch), plan.group_size, plan.tile
+        num_planes = plan.num_batches * problem.num_heads_q
+        num_m_blocks = -(-seqlen_q * plan.packed_heads // tile.block_m)
+        num_blocks = num_m_blocks * (num_planes // plan.packed_heads)
+        if (
+            not same_layout
+            or seqlen_k != v.shape[-2]
+            or not 0 < num_blocks <= MAX_GRID
+            or plan.packed_heads != (group_size if seqlen_q < tile.block_m else 1)
+            or plan.useful_rows != rows_worth_a_tile(seqlen_q, group_size, num_planes, device_info(self.device_id))
+        ):
+            return None
+        rows = (*problem.batch, problem.num_heads_q, seqlen_q)
+        out = Operand(
+            problem.out_dtype, strides_like((*rows, problem.head_dim_v), q_strides, ITEMSIZE[problem.out_dtype]), 16
+        )
+        lse = None
+        if problem.lse is not None:
+            lse = Operand(problem.lse_dtype, strides_like(rows, q_strides, ITEMSIZE[problem.lse_dtype]), 16)
+        lengths = pack_lengths(
+            *dense_strides(q_strides, num_batch),
+            *dense_strides(k_strides, num_batch),
+            *dense_strides(v_strides, num_batch),
+            *dense_strides(out.strides, num_batch),
+            *dense_strides(lse.strides if lse else (), num_batch if lse else 0),
+            seqlen_q,
+            seqlen_k,
+            seqlen_k - seqlen_q if problem.bottom_right else problem.query_offset,
+            num_m_blocks,
+            0,
+        )
+        return Launch(self, (((num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse)
+
+
+Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
+"""One launch: its grid, the struct behind the addresses, and what to add to the addresses (None: nothing)."""
+
+
+class Launch:
+    """A planned and compiled call, ready for new addresses."""
+
+    __slots__ = ("_extents", "_lse", "_out", "_parts", "_seqlens", "form")
+
+    def __init__(
+        self,
+        form: Form,
+        parts: tuple[Part, ...],
+        rows: tuple[int, ...],
+        seqlen_k: int,
+        out: Operand,
+        lse: Operand | None,
+    ) -> None:
+        self.form = form
+        self._parts = parts
+        self._seqlens = rows[-1] if form.problem.op == "attention" else rows[0], seqlen_k
+        self._out = _Result((*rows, form.problem.head_dim_v), out)
+        self._lse = _Result(rows, lse) if lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
+
+    def __str__(self) -> str:
+        seqlen_q, seqlen_k = self._seqlens
+        problem = self.form.problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+        plan = self.form.plan._replace(num_blocks=sum(grid[0] for grid, _, _ in self._parts))
+        return f"{problem} -> {plan}"
 
     def set_extents(self, infos: dict[str, ArrayInfo]) -> None:
         """Note how far each array reaches from its address, for `results_apart`."""
@@ -66,57 +169,57 @@ class Launch:
                 return False
         return True
 
-    @staticmethod
-    def _split(problem: Problem, plan: Plan) -> list[tuple[tuple[int], bytes, tuple[int, ...] | None]]:
-        """Grid, struct without addresses, and what to add to the addresses, for each launch that the plan needs."""
-        parts: list[tuple[tuple[int], bytes, tuple[int, ...] | None]] = []
-        if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
-            return [((plan.num_blocks,), pack_after_pointers(problem, plan), None)]
-        operands = [getattr(problem, name) for name in POINTERS]
-        for index in product(*(range(length) for _, length in plan.outer_axes)):
-            offsets = None
-            if index:
-                offsets = tuple(
-                    sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
-                    if operand
-                    else 0
-                    for operand in operands
-                )
-            for first_block in range(0, plan.num_blocks, MAX_GRID):
-                grid = (min(MAX_GRID, plan.num_blocks - first_block),)
-                parts.append((grid, pack_after_pointers(problem, plan, first_block), offsets))
-        return parts
-
     def run(self, pointers: list[int], out: Any, lse: Any) -> Any:
         """Run on the current stream of the arrays' device; `pointers` are the addresses in the order of the struct."""
-        if settings().log:
-            print(f"cuflash: {self.problem} -> {self.plan}", file=sys.stderr)
-        if self._get_device() != self.device_id:
-            with self._cupy.cuda.Device(self.device_id):
+        form = self.form
+        if form.get_device() != form.device_id:
+            with form.cupy.cuda.Device(form.device_id):
                 return self.run(pointers, out, lse)
+        if settings().log:
+            print(f"cuflash: {self}", file=sys.stderr)
         if out is None:
-            out = self._out.allocate(self._cupy)
+            out = self._out.allocate(form.cupy)
             pointers[3] = out.data.ptr
         if self._lse is not None and lse is None:
-            lse = self._lse.allocate(self._cupy)
+            lse = self._lse.allocate(form.cupy)
             pointers[4] = lse.data.ptr
-        for grid, rest, offsets in self._parts:
+        # A buffer of this call's own while it lasts: other threads, and calls that interrupt this one, take another.
+        try:
+            arguments = _free_arguments.pop()
+        except IndexError:
+            arguments = _Arguments()
+        for grid, packed, offsets in self._parts:
             at = pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
-            self._function(grid, self._block, (frombuffer(pack_pointers(*at) + rest, BY_VALUE),), self._shared_memory)
+            pack_pointers_into(arguments.memory, 0, *at)
+            arguments.memory[POINTERS_SIZE:] = packed
+            form.function(grid, form.block, arguments.by_value, form.plan.shared_memory)
+        _free_arguments.append(arguments)
         return out if self._lse is None else (out, lse)
 
 
-def result_rows(problem: Problem) -> tuple[int, ...]:
-    """Shape of the lse, which is that of the output without its features."""
-    if problem.op == "attention_varlen":
-        return problem.seqlen_q, problem.num_heads_q
-    if problem.is_2d:
-        return (problem.seqlen_q,)
-    return *problem.batch, problem.num_heads_q, problem.seqlen_q
+def _parts(form: Form) -> tuple[Part, ...]:
+    """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
+    problem, plan = form.problem, form.plan
+    parts: list[Part] = []
+    for index in product(*(range(length) for _, length in plan.outer_axes)):
+        offsets = None
+        if index:
+            offsets = tuple(
+                sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
+                if operand
+                else 0
+                for operand in problem.operands
+            )
+        for first_block in range(0, plan.num_blocks, MAX_GRID):
+            grid = (min(MAX_GRID, plan.num_blocks - first_block),)
+            parts.append((grid, pack_problem_lengths(problem, plan, first_block) + form.packed, offsets))
+    return tuple(parts)
 
 
 class _Result:
     """Shape, type and layout of a result to allocate."""
+
+    __slots__ = ("dtype", "shape", "strides")
 
     def __init__(self, shape: tuple[int, ...], operand: Operand) -> None:
         self.shape = shape
@@ -126,13 +229,11 @@ class _Result:
         plain = 0 in shape or list(strides) == sorted(strides, reverse=True)
         self.strides = None if plain else strides
 
-    def allocate(self, xp: Any) -> Any:
+    def allocate(self, cupy: Any) -> Any:
         if self.strides is None:
-            return xp.empty(self.shape, self.dtype)
-        memory = xp.empty(int(np.prod(self.shape)), self.dtype)
-        if xp is np:
-            return np.ndarray(self.shape, self.dtype, memory, 0, self.strides)
-        return xp.ndarray(self.shape, self.dtype, memory.data, self.strides)
+            return cupy.empty(self.shape, self.dtype)
+        memory = cupy.empty(prod(self.shape), self.dtype)
+        return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides)
 
 
 _found_gpu_type: type | None = None
@@ -202,9 +303,32 @@ def find(
                 return None, None, []
         key += tuple(parts)
     try:
-        return key, _launches.get(key), pointers
+        launch = _launches.get(key)
     except TypeError:
         return None, None, pointers
+    if launch is None and others is None:
+        form_key = _form_key(key)
+        form = _forms.get(form_key) if form_key is not None else None
+        launch = form.launch(q, k, v) if form is not None else None
+        if launch is not None:
+            _remember(_launches, key, launch)
+    return key, launch, pointers
+
+
+def _form_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Reduce the key of a call without further arrays to what does not change with its lengths."""
+    options, chosen, alignment, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key
+    if alignment or len(q_shape) < 3 or not len(q_shape) == len(k_shape) == len(v_shape):
+        return None
+    dtypes = q_dtype, k_dtype, v_dtype
+    shapes = q_shape[:-2], q_shape[-1], k_shape[:-2], k_shape[-1], v_shape[:-2], v_shape[-1]
+    return options, chosen, devices, dtypes, shapes
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= CACHE_SIZE:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = value
 
 
 def hashable_window(window: Any) -> Any:
@@ -216,17 +340,19 @@ def hashable_window(window: Any) -> Any:
 
 def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
     """Compute a checked problem; `out` and `lse` are the caller's own objects, which are returned if given."""
-    chosen = settings()
-    if infos["q"].device == HOST:
-        return _execute_on_host(problem, infos, chosen, out, lse)
     device_id = infos["q"].device
-    launch = Launch(problem, make_plan(problem, device_info(device_id), chosen), device_id)
+    if device_id == HOST:
+        return execute_on_host(problem, infos, settings(), out, lse)
+    plan = make_plan(problem, device_info(device_id), settings())
+    form = Form(problem, plan, device_id)
+    launch = Launch(form, _parts(form), result_rows(problem), problem.seqlen_k, problem.out, problem.lse)
     if "out" in infos or "lse" in infos:
         launch.set_extents(infos)
     if key is not None:
-        if len(_launches) >= CACHE_SIZE:
-            _launches.pop(next(iter(_launches)), None)
-        _launches[key] = launch
+        _remember(_launches, key, launch)
+        form_key = _form_key(key) if len(infos) == 3 and _varies_by_length(problem, plan) else None
+        if form_key is not None:
+            _remember(_forms, form_key, form)
     pointers = []
     for name in POINTERS:
         info = infos.get(_INFO_NAMES.get(name, name))
@@ -234,46 +360,9 @@ def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, l
     return launch.run(pointers, out, lse)
 
 
-def _execute_on_host(problem: Problem, infos: dict[str, ArrayInfo], chosen: Settings, out: Any, lse: Any) -> Any:
-    if chosen.kernel not in ("", CPU_KERNEL):
-        raise ValueError(f"kernel {chosen.kernel!r} cannot serve this call: it needs GPU arrays, these are NumPy's")
-    if chosen.tile:
-        raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
-    varlen = problem.op == "attention_varlen"
-    batch = () if varlen else problem.batch
-    heads = (*problem.batch, problem.num_heads_q)
-    rows = (problem.seqlen_q, problem.num_heads_q) if varlen else (*heads, problem.seqlen_q)
-    keys = (problem.seqlen_k, problem.num_heads_kv) if varlen else (*batch, problem.num_heads_kv, problem.seqlen_k)
-    shapes = {
-        "q": (*rows, problem.head_dim),
-        "k": (*keys, problem.head_dim),
-        "v": (*keys, problem.head_dim_v),
-        "bias": (*rows, problem.seqlen_k),
-        "mask": (*rows, problem.seqlen_k),
-        "alibi_slopes": heads,
-        "sinks": heads,
-        "query_offset": batch,
-    }
-    arrays: dict[str, np.ndarray | None] = {
-        name: np.broadcast_to(infos[name].array, shape) if name in infos else None for name, shape in shapes.items()
-    }
-    arrays["query_offsets"] = arrays.pop("query_offset")
-    results = {"out": out, "lse": lse}
-    for name, shape, operand in (("out", (*rows, problem.head_dim_v), problem.out), ("lse", rows, problem.lse)):
-        if operand is None:
-            arrays[name] = None
-            continue
-        given = infos.get(name)
-        array = _Result(shape, operand).allocate(np) if given is None else given.array
-        arrays[name] = array.reshape(shape) if given is None else array[None] if problem.is_2d else array
-        if given is None:
-            results[name] = array[0] if problem.is_2d else array
-    if chosen.log:
-        print(f"cuflash: {problem} -> {CPU_KERNEL}", file=sys.stderr)
-    if varlen:
-        for name in ("cu_seqlens_q", "cu_seqlens_k"):
-            arrays[name] = infos[name].array
-        cpu.attention_varlen(problem, arrays)
-    else:
-        cpu.attention(problem, arrays)
-    return results["out"] if problem.lse is None else (results["out"], results["lse"])
+def _varies_by_length(problem: Problem, plan: Plan) -> bool:
+    """Whether `Form.launch` may stand in for a plan: aligned dense arrays with the same leading axes."""
+    same_axes = all(
+        0 not in operand.strides and operand.alignment == 16 for operand in (problem.q, problem.k, problem.v)
+    )
+    return problem.op == "attention" and same_axes and not problem.is_2d and not plan.outer_axes and plan.num_blocks > 0

@@ -5,8 +5,6 @@ from __future__ import annotations
 import struct
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from .arrays import ITEMSIZE
 from .problem import Operand, Problem
 
@@ -29,25 +27,21 @@ POINTERS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
 )
-_STRIDED = POINTERS[:10]
-_STRIDES_NAMES = ("q", "k", "v", "out", "lse", "bias", "mask", "alibi", "sink", "query_offset")
-_INT64 = (
-    "num_batches",
-    "num_sequences",
-    "num_m_blocks",
-    "first_block",
-    "seqlen_q",
-    "seqlen_k",
-    "query_offset",
-    "window_left",
-    "window_right",
-)
-_INT32 = ("num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "longest_first", "offset_from_lengths",
-          "alibi_dtype", "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size")  # fmt: skip
+_LENGTHS = ("seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "first_block")
+_INT64 = ("num_batches", "num_sequences", "window_left", "window_right")
+_INT32 = (
+    "num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "longest_first", "offset_from_lengths",
+    "alibi_dtype", "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size",
+)  # fmt: skip
 
-FIELDS: tuple[tuple[str, str], ...] = (
-    *((name, "Q") for name in POINTERS),
-    *((f"{name}_strides", f"{BATCH_AXES + 3}q") for name in _STRIDES_NAMES),
+_STRIDES = f"{BATCH_AXES + 3}q"
+_POINTER_FIELDS = tuple((name, "Q") for name in POINTERS)
+_LENGTH_FIELDS = (
+    *((f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out", "lse")),
+    *((name, "q") for name in _LENGTHS),
+)
+_FORM_FIELDS = (
+    *((f"{name}_strides", _STRIDES) for name in ("bias", "mask", "alibi", "sink", "query_offset")),
     ("cu_seqlens_q_stride", "q"),
     ("cu_seqlens_k_stride", "q"),
     ("batch_shape", f"{BATCH_AXES}q"),
@@ -56,58 +50,65 @@ FIELDS: tuple[tuple[str, str], ...] = (
     ("softcap", "d"),
     *((name, "i") for name in _INT32),
 )
+FIELDS: tuple[tuple[str, str], ...] = (*_POINTER_FIELDS, *_LENGTH_FIELDS, *_FORM_FIELDS)
 """Name and `struct` format of every field; tests/test_sources.py has the compiler confirm the offsets."""
 
-pack_pointers = struct.Struct(f"={len(POINTERS)}Q").pack
-"""The addresses come first in the struct, so that a call packs them alone and appends the rest as it was."""
-_pack_rest = struct.Struct("=" + "".join(code for _, code in FIELDS[len(POINTERS) :])).pack
-SIZE = struct.calcsize("=" + "".join(code for _, code in FIELDS))
-BY_VALUE = np.dtype((np.void, SIZE))
-"""A NumPy array of one such element is passed to a kernel by value."""
+
+def _format(fields: tuple[tuple[str, str], ...]) -> str:
+    return "=" + "".join(code for _, code in fields)
+
+
+pack_pointers_into = struct.Struct(_format(_POINTER_FIELDS)).pack_into
+"""The addresses come first in the struct, so that a call packs them alone, in front of the rest as it was."""
+pack_lengths = struct.Struct(_format(_LENGTH_FIELDS)).pack
+"""Then what depends on lengths, for which a new length packs it alone; then the rest."""
+_pack_form = struct.Struct(_format(_FORM_FIELDS)).pack
+POINTERS_SIZE = struct.calcsize(_format(_POINTER_FIELDS))
+SIZE = struct.calcsize(_format(FIELDS))
 
 FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """CUFLASH_FLOAT16 ... of cuda_src/common/config.cuh."""
 
 OPEN_WINDOW = 2**61
-_ZEROS = (0,) * BATCH_AXES
-_NO_STRIDES = (0,) * (BATCH_AXES + 3)
+_ZEROS = (0,) * (BATCH_AXES + 3)
 
 
-def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
-    """Everything in the struct but the addresses."""
-    axes = plan.batch_axes
-    varlen = problem.op == "attention_varlen"
+def dense_strides(steps: tuple[int, ...], num_batch: int) -> tuple[int, ...]:
+    """`Strides` of an array with up to four leading axes, of which each is one of the kernel's."""
+    return (*_ZEROS[: BATCH_AXES - num_batch], *steps, *_ZEROS[: 3 + num_batch - len(steps)])
+
+
+def _strides(problem: Problem, plan: Plan, name: str, operand: Operand | None) -> tuple[int, ...]:
+    """`Strides` of any operand: batch axes, head, row, column."""
+    if operand is None:
+        return _ZEROS
+    steps, num_batch = operand.strides, len(problem.batch)
+    if problem.op == "attention_varlen":
+        if name in ("alibi_slopes", "sinks"):
+            sequence, head = steps
+            return sequence, 0, 0, 0, head, 0, 0
+        row, head, *column = steps
+        return 0, 0, 0, 0, head, row, *(column or (0,))
+    if len(plan.batch_axes) == num_batch:
+        return dense_strides(steps, num_batch)
+    walked = tuple(steps[axis] for axis, _ in plan.batch_axes)
+    return dense_strides(walked + steps[num_batch:], len(walked))
+
+
+def pack_form(problem: Problem, plan: Plan) -> bytes:
+    """Pack what calls that differ only in lengths share."""
     values: list[float] = []
-    for name, operand in zip(_STRIDED, problem.operands[: len(_STRIDED)], strict=True):
-        if operand is None:
-            values += _NO_STRIDES
-        elif not varlen:
-            steps = operand.strides
-            values += _ZEROS[: BATCH_AXES - len(axes)]
-            for axis, _ in axes:
-                values.append(steps[axis])
-            inner = steps[len(problem.batch) :]
-            values += inner
-            values += _ZEROS[: 3 - len(inner)]
-        elif name in ("alibi_slopes", "sinks"):
-            sequence, head = operand.strides
-            values += (sequence, 0, 0, 0, head, 0, 0)
-        else:
-            row, head, *column = operand.strides
-            values += (0, 0, 0, 0, head, row, *(column or (0,)))
+    for name, operand in zip(POINTERS[5:10], problem.operands[5:10], strict=True):
+        values += _strides(problem, plan, name, operand)
     cu_q, cu_k = problem.cu_seqlens_q, problem.cu_seqlens_k
-    values += (cu_q.strides[0] if cu_q else 0, cu_k.strides[0] if cu_k else 0)
-    values += (1,) * (BATCH_AXES - len(axes))
-    for _, length in axes:
-        values.append(length)
+    varlen = problem.op == "attention_varlen"
     values += (
+        cu_q.strides[0] if cu_q else 0,
+        cu_k.strides[0] if cu_k else 0,
+        *(1,) * (BATCH_AXES - len(plan.batch_axes)),
+        *(length for _, length in plan.batch_axes),
         plan.num_batches,
         problem.batch[0] if varlen else 0,
-        plan.num_m_blocks,
-        first_block,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.query_offset or 0,
         OPEN_WINDOW if problem.window_left is None else problem.window_left,
         OPEN_WINDOW if problem.window_right is None else problem.window_right,
         problem.scale,
@@ -118,14 +119,23 @@ def pack_after_pointers(problem: Problem, plan: Plan, first_block: int = 0) -> b
         problem.head_dim,
         problem.head_dim_v,
         plan.longest_first,
-        varlen and problem.query_offset is None,
+        varlen and problem.bottom_right,
         FLOAT_CODES[problem.alibi_slopes.dtype] if problem.alibi_slopes else 0,
         FLOAT_CODES[problem.sinks.dtype] if problem.sinks else 0,
         _integer_size(problem.query_offsets),
         _integer_size(cu_q),
         _integer_size(cu_k),
     )
-    return _pack_rest(*values)
+    return _pack_form(*values)
+
+
+def pack_problem_lengths(problem: Problem, plan: Plan, first_block: int) -> bytes:
+    """Pack what depends on lengths, for one launch of a plan."""
+    values: list[int] = []
+    for name, operand in zip(POINTERS[:5], problem.operands[:5], strict=True):
+        values += _strides(problem, plan, name, operand)
+    offset = problem.query_offset or 0
+    return pack_lengths(*values, problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, first_block)
 
 
 def _integer_size(operand: Operand | None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -14,8 +13,13 @@ from .problem import Problem
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
+SMALLEST_USEFUL_TILE = 16
+"""Rows below which a tile saves nothing: its keys are loaded all the same."""
+LARGEST_TILE = 1024
+CACHE_SIZE = 4096
 
 Macros = tuple[tuple[str, str | int], ...]
+Axes = tuple[tuple[int, int], ...]
 
 
 class Plan(NamedTuple):
@@ -35,9 +39,11 @@ class Plan(NamedTuple):
     group_size: int
     packed_heads: int
     longest_first: bool
-    batch_axes: tuple[tuple[int, int], ...]
-    """Axis and length of the leading axes that the kernel walks, merged where strides allow."""
-    outer_axes: tuple[tuple[int, int], ...]
+    batch_axes: Axes
+    """Axis and length of the leading axes that the kernel walks; more than four are merged where strides allow."""
+    useful_rows: int
+    """Tile height worth having for these lengths; the tile is chosen by it."""
+    outer_axes: Axes
     """Axis and length of those beyond four: one launch for each of their indices."""
 
     def __str__(self) -> str:
@@ -49,39 +55,93 @@ class Plan(NamedTuple):
 
 def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
     """Choose kernel and tile; ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem."""
-    spec = choose_kernel(problem, device, settings)
-    tile = _choose_tile(spec, problem, device, settings)
-    group_size = problem.num_heads_q // max(problem.num_heads_kv, 1)
     varlen = problem.op == "attention_varlen"
-    average_rows = problem.seqlen_q // max(problem.batch[0], 1) if varlen else problem.seqlen_q
-    packed_heads = group_size if group_size > 1 and average_rows < tile.block_m else 1
-    num_rows = problem.seqlen_q * packed_heads
-    num_head_tiles = problem.num_heads_q // max(packed_heads, 1)
+    batch, seqlen_q, num_heads_q = problem.batch, problem.seqlen_q, problem.num_heads_q
+    group_size = num_heads_q // problem.num_heads_kv if num_heads_q else 1
+    average_rows = seqlen_q // max(batch[0], 1) if varlen else seqlen_q
+    num_planes = num_heads_q * prod(batch)
+    useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device)
+    kernel, tile, macros, shared_memory = _choose(problem, device, settings, useful_rows)
+
+    packed_heads = group_size if average_rows < tile.block_m else 1
+    num_rows = seqlen_q * packed_heads
+    batch_axes: Axes = ()
+    outer_axes: Axes = ()
+    num_batches = 1
     if varlen:
         # Every sequence, and the tokens before and behind them all, may end in a partial tile.
-        num_m_blocks = num_rows // tile.block_m + min(problem.batch[0] + 2, problem.seqlen_q)
-        batch_axes: tuple[tuple[int, int], ...] = ()
-        outer_axes: tuple[tuple[int, int], ...] = ()
-        num_batches = 1
+        num_m_blocks = num_rows // tile.block_m + min(batch[0] + 2, seqlen_q)
     else:
         num_m_blocks = -(-num_rows // tile.block_m)
-        outer_axes, batch_axes = _merge_axes(problem)
-        num_batches = prod(length for _, length in batch_axes)
+        batch_axes = tuple(enumerate(batch))
+        if len(batch) > BATCH_AXES:
+            outer_axes, batch_axes = _merge_axes(problem)
+        for _, length in batch_axes:
+            num_batches *= length
     return Plan(
-        spec.name,
-        _macros(spec, problem, tile, device),
+        kernel,
+        macros,
         tile,
-        num_m_blocks * num_head_tiles * num_batches,
-        spec.shared_memory(problem, tile),
+        num_m_blocks * (num_heads_q // packed_heads) * num_batches,
+        shared_memory,
         0,
         num_batches,
         num_m_blocks,
-        max(group_size, 1),
+        group_size,
         packed_heads,
         problem.window_right is not None and not varlen,
         batch_axes,
+        useful_rows,
         outer_axes,
     )
+
+
+def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Device) -> int:
+    """Tile height worth having: not above the rows of one key head, and low enough to occupy every multiprocessor.
+
+    Parameters
+    ----------
+    rows
+        Queries of one head (for packed sequences: on average).
+    group_size
+        Query heads per key head.
+    num_planes
+        Query heads in all batches.
+    device
+        The GPU.
+    """
+    limit = min(rows * group_size, rows * num_planes // device.num_multiprocessors)
+    return max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
+
+
+class _Choice(NamedTuple):
+    kernel: str
+    tile: Tile
+    macros: Macros
+    shared_memory: int
+
+
+_choices: dict[tuple, _Choice] = {}
+
+
+def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: int) -> _Choice:
+    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `useful_rows`."""
+    p = problem
+    alignment = _alignment(p)
+    key = (
+        p.op, p.dtype, p.out_dtype, p.precision, p.head_dim, p.head_dim_v, p.num_heads_q, p.num_heads_kv,
+        p.window_left is None, p.window_right is None, p.softcap == 0, p.bias and p.bias.dtype, p.mask is None,
+        p.alibi_slopes is None, p.sinks is None, p.query_offsets is None, alignment, useful_rows, device, settings,
+    )  # fmt: skip
+    choice = _choices.get(key)
+    if choice is None:
+        spec = choose_kernel(p, device, settings)
+        tile = _choose_tile(spec, p, device, settings, useful_rows)
+        macros = _macros(spec, p, tile, device, alignment)
+        if len(_choices) >= CACHE_SIZE:
+            _choices.clear()
+        choice = _choices[key] = _Choice(spec.name, tile, macros, spec.shared_memory(p, tile))
+    return choice
 
 
 def choose_kernel(problem: Problem, device: Device, settings: Settings) -> KernelSpec:
@@ -104,10 +164,10 @@ def refusals(problem: Problem, device: Device) -> list[tuple[str, str | None]]:
     return [(spec.name, spec.refusal(problem, device)) for spec in KERNELS]
 
 
-def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings) -> Tile:
+def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, useful_rows: int) -> Tile:
     tiles = spec.tiles(problem, device)
     if not settings.tile:
-        return tiles[0]
+        return next((tile for tile in tiles if tile.block_m <= useful_rows), tiles[0])
     for tile in tiles:
         if str(tile) == settings.tile:
             return tile
@@ -115,15 +175,12 @@ def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: S
     raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
 
 
-def _merge_axes(problem: Problem) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-    """Merge neighbouring leading axes that every operand steps through as if they were one; return (outer, inner) axes."""
-    batch = problem.batch
-    if len(batch) == 1:
-        return (), ((0, batch[0]),)
+def _merge_axes(problem: Problem) -> tuple[Axes, Axes]:
+    """Merge neighbouring leading axes that every operand steps through as one; return (outer, inner) axes."""
     operands = [operand.strides for operand in problem.operands if operand is not None]
     merged: list[tuple[int, int]] = []
-    for axis in range(len(batch) - 1, -1, -1):
-        length = batch[axis]
+    for axis in range(len(problem.batch) - 1, -1, -1):
+        length = problem.batch[axis]
         if length == 1:
             continue
         if merged:
@@ -137,61 +194,35 @@ def _merge_axes(problem: Problem) -> tuple[tuple[tuple[int, int], ...], tuple[tu
     return tuple(merged[:split]), tuple(merged[split:])
 
 
-def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device) -> Macros:
-    if not _elements_aligned(problem):
-        alignment = 1
-    else:
-        alignment = 16 if spec.vector_loads(problem) else ITEMSIZE[problem.dtype]
-    return _macro_tuple(
-        problem.dtype,
-        problem.out_dtype,
-        problem.bias.dtype if problem.bias else "",
-        spec.head_dim_bucket(problem.head_dim),
-        spec.head_dim_bucket(problem.head_dim_v),
-        tile,
-        spec.min_blocks(problem, tile, device),
-        problem.mask is not None,
-        problem.softcap != 0,
-        problem.op == "attention_varlen",
-        alignment,
-    )
-
-
-def _elements_aligned(problem: Problem) -> bool:
+def _alignment(problem: Problem) -> int:
+    """Return 16 if q, k, v and out can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
+    vectors = True
     for operand in problem.operands:
         if operand is not None:
             itemsize = ITEMSIZE[operand.dtype]
-            if operand.alignment % itemsize or (operand.strides and operand.strides[-1] % itemsize):
-                return False
-    return True
+            strides = operand.strides
+            if operand.alignment % itemsize or (strides and strides[-1] % itemsize):
+                return 1
+            if operand.alignment < 16 or (strides and strides[-1] != itemsize):
+                vectors = vectors and operand not in (problem.q, problem.k, problem.v, problem.out)
+    itemsize = ITEMSIZE[problem.dtype]
+    whole = problem.head_dim * itemsize % 16 == 0 and problem.head_dim_v * itemsize % 16 == 0
+    return 16 if vectors and whole else itemsize
 
 
-@lru_cache(maxsize=1024)
-def _macro_tuple(
-    dtype: str,
-    out_dtype: str,
-    bias_dtype: str,
-    head_dim: int,
-    head_dim_v: int,
-    tile: Tile,
-    min_blocks: int,
-    mask: bool,
-    softcap: bool,
-    varlen: bool,
-    alignment: int,
-) -> Macros:
+def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alignment: int) -> Macros:
     return (
-        ("DTYPE", f"CUFLASH_{dtype.upper()}"),
-        ("OUT_DTYPE", f"CUFLASH_{out_dtype.upper()}"),
-        ("BIAS_DTYPE", f"CUFLASH_{bias_dtype.upper()}" if bias_dtype else 0),
-        ("HEAD_DIM", head_dim),
-        ("HEAD_DIM_V", head_dim_v),
+        ("DTYPE", f"CUFLASH_{problem.dtype.upper()}"),
+        ("OUT_DTYPE", f"CUFLASH_{problem.out_dtype.upper()}"),
+        ("BIAS_DTYPE", f"CUFLASH_{problem.bias.dtype.upper()}" if problem.bias else 0),
+        ("HEAD_DIM", spec.head_dim_bucket(problem.head_dim)),
+        ("HEAD_DIM_V", spec.head_dim_bucket(problem.head_dim_v)),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
         ("THREADS", tile.num_threads),
-        ("MIN_BLOCKS", min_blocks),
-        ("MASK", int(mask)),
-        ("SOFTCAP", int(softcap)),
-        ("VARLEN", int(varlen)),
+        ("MIN_BLOCKS", spec.min_blocks(problem, tile, device)),
+        ("MASK", int(problem.mask is not None)),
+        ("SOFTCAP", int(problem.softcap != 0)),
+        ("VARLEN", int(problem.op == "attention_varlen")),
         ("ALIGNMENT", alignment),
     )

@@ -68,6 +68,8 @@ class Problem(NamedTuple):
     """Key j is visible only if j <= p + window_right (None: open). `causal` is already folded in here."""
     query_offset: int | None
     """Key position of query 0. None: the `query_offset` operand, or (packed sequences) Nk - Nq of each sequence."""
+    bottom_right: bool
+    """The offset is Nk - Nq because nothing else was asked for, so it follows the lengths."""
     scale: float
     softcap: float
     """0.0 when off."""
@@ -176,6 +178,7 @@ def describe_attention(
         window_left,
         window_right,
         offset,
+        query_offset is None and causal != "top_left",
         _scale(scale, head_dim, dtype),
         _softcap(softcap, dtype),
         _precision(precision, dtype),
@@ -276,6 +279,7 @@ def describe_varlen(
         window_left,
         window_right,
         offset,
+        causal != "top_left",
         _scale(scale, head_dim, dtype),
         _softcap(softcap, dtype),
         _precision(precision, dtype),
@@ -608,6 +612,15 @@ def _result_operand(
     strides = strides_like(shape, like.strides, ITEMSIZE[dtype])
     # Address 0 stands for an allocation, which begins on a boundary of at least 16 bytes.
     return Operand(dtype, strides, _alignment(0, shape, strides))
+
+
+def result_rows(problem: Problem) -> tuple[int, ...]:
+    """Shape of the lse, which is that of the output without its features."""
+    if problem.op == "attention_varlen":
+        return problem.seqlen_q, problem.num_heads_q
+    if problem.is_2d:
+        return (problem.seqlen_q,)
+    return *problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
 def describe_in_words(problem: Problem) -> str:

@@ -1,7 +1,7 @@
 """What a test of an attention kernel needs: problems, poisoned memory, the oracle and the error rule.
 
-Used by cuflash's own tests and by anyone who adds a kernel. Problems are made with NumPy from a seed; `on_backend` moves them to
-either back end with the same strides, in memory whose unused bytes are NaN.
+Used by cuflash's own tests and by anyone who adds a kernel. Problems are made with NumPy from a seed; `run` moves them
+to either back end with the same strides, in memory whose unused bytes are NaN.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def _reverse(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], in
     return tuple(-step for step in strides), size - itemsize if size else 0, size
 
 
-def _packed(shape: tuple[int, ...], itemsize: int, order: list[int] | None = None, gap: int = 0) -> tuple[tuple[int, ...], int]:
+def _packed(
+    shape: tuple[int, ...], itemsize: int, order: list[int] | None = None, gap: int = 0
+) -> tuple[tuple[int, ...], int]:
     """Strides of axes packed in the given order (outermost first), `gap` bytes between rows of the innermost one."""
     order = list(range(len(shape))) if order is None else order
     strides = [0] * len(shape)
@@ -99,7 +101,9 @@ LAYOUTS = ("contiguous", "swapped", "transposed", "reversed", "gaps", "every_sec
 class Poisoned:
     """An array inside memory that is NaN everywhere else, on the CPU or a GPU."""
 
-    def __init__(self, xp: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, values: np.ndarray | None = None) -> None:
+    def __init__(
+        self, xp: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, values: np.ndarray | None = None
+    ) -> None:
         strides, offset, size = _layout(layout, shape, dtype.itemsize)
         memory = np.full(size + 2 * GUARD_BYTES, POISON, np.uint8)
         if values is not None and values.size:
@@ -110,7 +114,9 @@ class Poisoned:
         self._start = memory.copy()
         self._covered = np.zeros(memory.size, bool)
         if 0 not in shape:
-            footprint = np.ndarray((*shape, dtype.itemsize), np.bool_, self._covered, GUARD_BYTES + offset, (*strides, 1))
+            footprint = np.ndarray(
+                (*shape, dtype.itemsize), np.bool_, self._covered, GUARD_BYTES + offset, (*strides, 1)
+            )
             footprint[...] = True
         self._memory = xp.asarray(memory)
         if xp is np:
@@ -154,9 +160,10 @@ def make_data(case: Case, dtype: str, seed: int = 0) -> Data:
     options = {}
     for name, (shape, option_dtype) in case.arrays.items():
         if name == "mask":
-            values = rng.random(shape) < 0.6
+            visible = np.asarray(rng.random(shape) < 0.6)
             if shape and shape[-1] > 70:
-                values[..., :66] &= rng.random((*shape[:-1], 1)) < 0.5  # whole leading tiles hidden from some queries
+                visible[..., :66] &= rng.random((*shape[:-1], 1)) < 0.5  # whole leading tiles hidden from some queries
+            values: np.ndarray = visible
         elif name == "query_offset":
             values = rng.integers(0 if option_dtype.startswith("u") else -20, 40, shape)
         elif name == "alibi_slopes":
@@ -202,7 +209,8 @@ def run(case: Case, data: Data, xp: Any) -> Outcome:
     out, lse = case.function(*positional, return_lse=True, **keywords)
     if results:
         assert out is results["out"].array and lse is results["lse"].array
-    clean = all(x.unchanged() for x in inputs.values()) and all(x.unchanged(outside_only=True) for x in results.values())
+    clean = all(x.unchanged() for x in inputs.values())
+    clean &= all(x.unchanged(outside_only=True) for x in results.values())
     if results:
         out, lse = results["out"].values(), results["lse"].values()
     elif xp is not np:
@@ -224,7 +232,9 @@ def oracle(case: Case, data: Data) -> tuple[np.ndarray, np.ndarray]:
     return _reference(case, data.q, data.k, data.v, data.options)
 
 
-def _reference(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, arrays: Mapping[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def _reference(
+    case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, arrays: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray]:
     skipped = ("precision", "out_dtype", "max_seqlen_q", "max_seqlen_k")
     options = {name: value for name, value in case.options.items() if name not in skipped} | dict(arrays)
     if case.cu_seqlens is None:
@@ -235,9 +245,9 @@ def _reference(case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, arrays: 
 def check(case: Case, data: Data, outcome: Outcome) -> None:
     """Apply the error rule; AssertionError says what is wrong.
 
-    Zeros, infinities and NaN must be exact. Other outputs may be off by twice what one ulp in every logit and weight can do, plus
-    the rounding of the result to its type. The sum over keys gets no allowance that grows with their number, except inside a tile,
-    where equal values round the same way again and again.
+    Zeros, infinities and NaN must be exact. Other outputs may be off by twice what one ulp in every logit and weight
+    can do, plus the rounding of the result to its type. The sum over keys gets no allowance that grows with their
+    number, except inside a tile, where equal values round the same way again and again.
     """
     expected, expected_lse = oracle(case, data)
     out = outcome.out.astype(np.float64)
@@ -253,29 +263,35 @@ def check(case: Case, data: Data, outcome: Outcome) -> None:
         return
     accumulator = np.float64 if data.q.dtype == np.float64 else np.float32
     eps = float(np.finfo(accumulator).eps)
-    scores = _largest_logit(case, data)
-    relative = eps * (8 + 4 * scores + 0.5 * np.sqrt(case.shape_q[-1]) * (1 + scores))
+    score, logit = _largest_score(case, data), _largest_logit(case, data)
+    relative = eps * (8 + 4 * logit + 0.5 * np.sqrt(case.shape_q[-1]) * (1 + max(score, logit)))
     magnitude = float(np.abs(data.v.astype(np.float64)).max(initial=0))
     rounding = _rounding(outcome.out.dtype)
     per_tile = eps * min(case.shape_k[_sequence_axis(case)], 256) / 6
     tolerance = relative * magnitude + (per_tile + 1.01 * rounding) * np.abs(expected) + _smallest(outcome.out.dtype)
     error = np.abs(out - expected)
     worst = np.unravel_index(np.argmax(error - tolerance), error.shape)
-    assert (error <= tolerance).all(), f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"
+    report = f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"
+    assert (error <= tolerance).all(), report
     visible = ~nothing
     lse_error = np.abs(outcome.lse[visible] - expected_lse[visible])
     lse_tolerance = relative + 2 * eps * np.abs(expected_lse[visible])
     assert (lse_error <= lse_tolerance).all(), f"lse is off by {lse_error.max():.2e}, allowed {lse_tolerance.min():.2e}"
 
 
-def _largest_logit(case: Case, data: Data) -> float:
-    """Bound on what enters exp: the scale of its absolute error."""
+def _largest_score(case: Case, data: Data) -> float:
+    """Bound on |scale q.k|: the scale of its absolute error, even where terms cancel and a softcap follows."""
     scale = case.options.get("scale")
     scale = case.shape_q[-1] ** -0.5 if scale is None else abs(float(scale))
     if data.q.size == 0 or data.k.size == 0:
         return 0.0
     norms = [float(np.sqrt((x.astype(np.float64) ** 2).sum(-1)).max()) for x in (data.q, data.k)]
-    largest = scale * norms[0] * norms[1]
+    return scale * norms[0] * norms[1]
+
+
+def _largest_logit(case: Case, data: Data) -> float:
+    """Bound on what enters exp: the scale of its absolute error."""
+    largest = _largest_score(case, data)
     if case.options.get("softcap"):
         largest = min(largest, float(case.options["softcap"]))
     if "bias" in data.options:
@@ -305,7 +321,7 @@ def _smallest(dtype: np.dtype) -> float:
 
 
 def call_arguments(case: Case, dtype: str) -> tuple[list[Any], dict[str, Any]]:
-    """Positional arguments and options of a case's call, as NumPy arrays in the case's layout: for describing it, not for computing."""
+    """Positional arguments and options of a case's call, as NumPy arrays in its layout: to describe, not to compute."""
     data = make_data(case, dtype)
     positional: list[Any] = [Poisoned(np, x.shape, x.dtype, case.layout).array for x in data[:3]]
     if case.cu_seqlens is not None:
@@ -313,4 +329,7 @@ def call_arguments(case: Case, dtype: str) -> tuple[list[Any], dict[str, Any]]:
     return positional, dict(case.options) | data.options
 
 
-__all__ = ["DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "call_arguments", "check", "expected_shape", "make_data", "oracle", "run"]
+__all__ = [
+    "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "call_arguments", "check", "expected_shape",
+    "make_data", "oracle", "run",
+]  # fmt: skip

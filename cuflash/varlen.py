@@ -31,8 +31,8 @@ def attention_varlen(
 ) -> Any:
     """Softmax attention of many sequences packed one behind the other, each attending to its own keys.
 
-    Sequence ``b`` has the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and the keys ``cu_seqlens_k[b] : cu_seqlens_k[b + 1]``.
-    On a GPU the lengths are read there: the host is never synchronised.
+    Sequence ``b`` has the queries ``cu_seqlens_q[b] : cu_seqlens_q[b + 1]`` and the keys ``cu_seqlens_k[b] :
+    cu_seqlens_k[b + 1]``. On a GPU the lengths are read there: the host is never synchronised.
 
     .. warning::
        Axes are ``(tokens, heads, feature)``, unlike those of `attention`.
@@ -46,10 +46,11 @@ def attention_varlen(
     v : array, shape (total_k, Hkv, Dv)
         Values, of the same dtype. ``D`` and ``Dv`` are 1 to 512.
     cu_seqlens_q : integer array, shape (batch + 1,)
-        Cumulated lengths of the queries, from 0, on the same device. Rows behind the last entry give 0 and ``-inf``.
+        Cumulated lengths of the queries, from 0, on the same device. Rows behind the last entry give 0 and
+        ``-inf``.
     cu_seqlens_k : integer array, shape (batch + 1,), optional
-        Likewise for the keys; default `cu_seqlens_q`. Malformed entries raise with NumPy; on a GPU they are clamped, and
-        nothing outside the arrays is read or written.
+        Likewise for the keys; default `cu_seqlens_q`. Malformed entries raise with NumPy; on a GPU they are clamped,
+        and nothing outside the arrays is read or written.
     causal : bool or {"bottom_right", "top_left"}, optional
         As in `attention`, with the lengths of each sequence.
     window : (left, right), optional
@@ -94,8 +95,9 @@ def attention_varlen(
     (12, 4, 16)
     """
     options = (
-        "attention_varlen", causal, type(causal), scale, type(scale), softcap, precision, return_lse, out_dtype,
-        None if window is None else hashable_window(window), max_seqlen_q, type(max_seqlen_q), max_seqlen_k, type(max_seqlen_k),
+        "attention_varlen", causal, type(causal), scale, type(scale), softcap, type(softcap), precision, return_lse,
+        out_dtype, None if window is None else hashable_window(window), max_seqlen_q, type(max_seqlen_q), max_seqlen_k,
+        type(max_seqlen_k),
     )  # fmt: skip
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     others = (out, lse, None, None, alibi_slopes, sinks, None, cu_seqlens_q, keys)
@@ -103,8 +105,8 @@ def attention_varlen(
     if launch is not None and ((out is None and lse is None) or launch.results_apart(pointers)):
         return launch.run(pointers, out, lse)
     problem, infos = describe_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=window, scale=scale, softcap=softcap, alibi_slopes=alibi_slopes,
-        sinks=sinks, precision=precision, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, return_lse=return_lse, out=out,
-        lse=lse, out_dtype=out_dtype,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, window=window, scale=scale, softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, return_lse=return_lse, out=out, lse=lse, out_dtype=out_dtype,
     )  # fmt: skip
     return execute(problem, infos, key, out, lse)

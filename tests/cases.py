@@ -1,7 +1,11 @@
-"""The case matrix: every option, layout and boundary once, and some combinations. Each case runs in four dtypes on every row of the
-kernel table and on both back ends."""
+"""The case matrix: every option, layout and boundary once, and some combinations.
+
+Each case runs in four dtypes on every row of the kernel table and on both back ends.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from cuflash.testing import LAYOUTS, Case
 
@@ -13,23 +17,28 @@ def _lengths() -> list[Case]:
     cases = [Case(f"lengths-{n}x{m}", (2, 3, n, 64), (2, 3, m, 64)) for n, m in pairs]
     cases += [Case(f"causal-{n}x{m}", (2, 2, n, 32), (2, 2, m, 32), options={"causal": True}) for n, m in pairs]
     cases += [
-        Case(f"top_left-{n}x{m}", (1, 2, n, 32), (1, 2, m, 32), options={"causal": "top_left"}) for n, m in [(200, 70), (70, 200)]
+        Case(f"top_left-{n}x{m}", (1, 2, n, 32), (1, 2, m, 32), options={"causal": "top_left"})
+        for n, m in [(200, 70), (70, 200)]
     ]
     cases.append(Case("bottom_right", (1, 2, 90, 32), (1, 2, 200, 32), options={"causal": "bottom_right"}))
     return cases
 
 
 def _head_dims() -> list[Case]:
-    dims = [(1, 1), (3, 3), (8, 8), (17, 17), (40, 40), (72, 72), (80, 80), (96, 96), (128, 128), (160, 160), (192, 192), (256, 256)]
-    dims += [(320, 320), (512, 512), (64, 128), (128, 1), (1, 512), (72, 40), (192, 128)]
-    return [Case(f"head_dim-{d}-{dv}", (1, 2, 70, d), (1, 2, 75, d), head_dim_v=dv, options={"causal": True}) for d, dv in dims]
+    dims = [(d, d) for d in (1, 3, 8, 17, 40, 72, 80, 96, 128, 160, 192, 256, 320, 512)]
+    dims += [(64, 128), (128, 1), (1, 512), (72, 40), (192, 128)]
+    return [
+        Case(f"head_dim-{d}-{dv}", (1, 2, 70, d), (1, 2, 75, d), head_dim_v=dv, options={"causal": True})
+        for d, dv in dims
+    ]
 
 
 def _heads() -> list[Case]:
     cases = []
     for heads_q, heads_kv in [(4, 2), (6, 2), (8, 1), (5, 5), (6, 3)]:
         for n, m in [(1, 200), (3, 70), (100, 90)]:
-            cases.append(Case(f"heads-{heads_q}-{heads_kv}-{n}x{m}", (2, heads_q, n, 64), (2, heads_kv, m, 64), options={"causal": True}))
+            name, shape_q, shape_k = f"heads-{heads_q}-{heads_kv}-{n}x{m}", (2, heads_q, n, 64), (2, heads_kv, m, 64)
+            cases.append(Case(name, shape_q, shape_k, options={"causal": True}))
     cases += [
         Case("heads-none", (2, 0, 5, 16), (2, 0, 5, 16)),
         Case("batch-none", (0, 2, 5, 16), (0, 2, 5, 16)),
@@ -45,15 +54,23 @@ def _heads() -> list[Case]:
 
 
 def _visibility() -> list[Case]:
-    windows: list[tuple[int | None, int | None]] = [(0, 0), (3, None), (None, 2), (5, 7), (100, 0), (300, 300), (None, None)]
-    cases = [Case(f"window-{left}-{right}", (1, 2, 150, 32), (1, 2, 170, 32), options={"window": (left, right)}) for left, right in windows]
-    cases += [Case(f"window-causal-{w}", (1, 2, 200, 32), (1, 2, 200, 32), options={"window": (w, w), "causal": True}) for w in (0, 64, 130)]
+    cases = []
+    for left, right in [(0, 0), (3, None), (None, 2), (5, 7), (100, 0), (300, 300), (None, None)]:
+        options: dict[str, Any] = {"window": (left, right)}
+        cases.append(Case(f"window-{left}-{right}", (1, 2, 150, 32), (1, 2, 170, 32), options=options))
+    for w in (0, 64, 130):
+        options = {"window": (w, w), "causal": True}
+        cases.append(Case(f"window-causal-{w}", (1, 2, 200, 32), (1, 2, 200, 32), options=options))
     for offset in (-70, -1000, 0, 5, 500, 2**40, -(2**70)):
-        cases.append(Case(f"offset-{offset}", (1, 2, 80, 32), (1, 2, 90, 32), options={"causal": True, "query_offset": offset}))
-    cases.append(Case("offset-window", (1, 2, 80, 32), (1, 2, 300, 32), options={"query_offset": 100, "window": (20, 30)}))
-    for dtype, shape in [("int32", (3,)), ("int64", (2, 1)), ("int8", ()), ("uint8", (2, 3)), ("uint64", (3,)), ("int16", (1, 3))]:
+        options = {"causal": True, "query_offset": offset}
+        cases.append(Case(f"offset-{offset}", (1, 2, 80, 32), (1, 2, 90, 32), options=options))
+    options = {"query_offset": 100, "window": (20, 30)}
+    cases.append(Case("offset-window", (1, 2, 80, 32), (1, 2, 300, 32), options=options))
+    offsets = [("int32", (3,)), ("int64", (2, 1)), ("int8", ()), ("uint8", (2, 3)), ("uint64", (3,)), ("int16", (1, 3))]
+    for dtype, shape in offsets:
         arrays: dict[str, tuple[Shape, str]] = {"query_offset": (shape, dtype)}
-        cases.append(Case(f"offset-array-{dtype}", (2, 3, 2, 70, 16), (2, 3, 2, 80, 16), options={"causal": True}, arrays=arrays))
+        shape_q, shape_k = (2, 3, 2, 70, 16), (2, 3, 2, 80, 16)
+        cases.append(Case(f"offset-array-{dtype}", shape_q, shape_k, options={"causal": True}, arrays=arrays))
     return cases
 
 
@@ -68,12 +85,15 @@ def _scores() -> list[Case]:
     ]
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         cases.append(Case(f"bias-{dtype}", (2, 3, 70, 32), (2, 3, 200, 32), arrays={"bias": ((2, 3, 70, 200), dtype)}))
-    for name, shape in [("keys", (200,)), ("rows", (70, 1)), ("heads", (3, 1, 1)), ("batch", (2, 1, 70, 200)), ("scalar", ()), ("ones", (1, 1, 1, 1))]:
-        cases.append(Case(f"bias-{name}", (2, 3, 70, 16), (2, 3, 200, 16), arrays={"bias": (shape, "float32")}, options={"causal": True}))
-        cases.append(Case(f"mask-{name}", (2, 3, 70, 16), (2, 3, 200, 16), arrays={"mask": (shape, "bool")}))
+    shapes: dict[str, Shape] = {"keys": (200,), "rows": (70, 1), "heads": (3, 1, 1), "batch": (2, 1, 70, 200)}
+    for name, shape in (shapes | {"scalar": (), "ones": (1, 1, 1, 1)}).items():
+        shape_q, shape_k, bias = (2, 3, 70, 16), (2, 3, 200, 16), (shape, "float32")
+        cases.append(Case(f"bias-{name}", shape_q, shape_k, arrays={"bias": bias}, options={"causal": True}))
+        cases.append(Case(f"mask-{name}", shape_q, shape_k, arrays={"mask": (shape, "bool")}))
     for dtype, shape in [("float16", (4,)), ("float32", (2, 4)), ("bfloat16", (2, 1)), ("float64", ())]:
         cases.append(Case(f"alibi-{dtype}", (2, 4, 70, 32), (2, 2, 90, 32), arrays={"alibi_slopes": (shape, dtype)}))
-        cases.append(Case(f"sinks-{dtype}", (2, 4, 70, 32), (2, 2, 60, 32), arrays={"sinks": (shape, dtype)}, options={"causal": True}))
+        sinks = {"sinks": (shape, dtype)}
+        cases.append(Case(f"sinks-{dtype}", (2, 4, 70, 32), (2, 2, 60, 32), arrays=sinks, options={"causal": True}))
     cases.append(Case("sinks-no-keys", (2, 4, 7, 32), (2, 2, 0, 32), arrays={"sinks": ((4,), "float32")}))
     cases.append(Case("mean", (1, 2, 64, 64), (1, 2, 3000, 64), value_mean=1.0))
     return cases
@@ -87,7 +107,8 @@ def _memory() -> list[Case]:
             cases.append(Case(f"layout-{layout}-into", (2, 4, 70, 64), (2, 2, 90, 64), layout=layout, give_out=True))
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         cases.append(Case(f"out_dtype-{dtype}", (1, 2, 70, 32), (1, 2, 80, 32), options={"out_dtype": dtype}))
-    cases.append(Case("out_dtype-into", (1, 2, 70, 24), (1, 2, 80, 24), options={"out_dtype": "float64"}, give_out=True))
+    wider = {"out_dtype": "float64"}
+    cases.append(Case("out_dtype-into", (1, 2, 70, 24), (1, 2, 80, 24), options=wider, give_out=True))
     return cases
 
 
@@ -103,19 +124,26 @@ def _packed() -> list[Case]:
     for name, (q, k) in boundaries.items():
         total_q, total_k = q[-1] + (9 if name in ("tail", "none") else 0), k[-1] + (11 if name == "tail" else 0)
         for causal in (False, True):
-            cases.append(Case(f"packed-{name}-{causal}", (total_q, 4, 32), (total_k, 2, 32), cu_seqlens=(q, k), options={"causal": causal}))
+            shape_q, shape_k = (total_q, 4, 32), (total_k, 2, 32)
+            cases.append(
+                Case(f"packed-{name}-{causal}", shape_q, shape_k, cu_seqlens=(q, k), options={"causal": causal})
+            )
     q, k = boundaries["plain"]
-    for name, options in [
+    variants: list[tuple[str, dict[str, Any]]] = [
         ("window", {"window": (20, 3)}),
         ("top_left", {"causal": "top_left", "window": (30, None)}),
         ("softcap", {"softcap": 2.0, "scale": 0.4, "max_seqlen_q": 3}),
-    ]:
+    ]
+    for name, options in variants:
         cases.append(Case(f"packed-{name}", (200, 4, 64), (230, 2, 64), cu_seqlens=(q, k), options=options))
     arrays: dict[str, tuple[Shape, str]] = {"alibi_slopes": ((3, 4), "float32"), "sinks": ((4,), "float32")}
-    cases.append(Case("packed-alibi-sinks", (200, 4, 40), (230, 1, 40), cu_seqlens=(q, k), options={"causal": True}, arrays=arrays))
-    cases.append(Case("packed-into", (209, 4, 72), (230, 4, 72), head_dim_v=40, cu_seqlens=(q, k), give_out=True, layout="gaps"))
-    cases.append(Case("packed-swapped", (200, 4, 32), (230, 4, 32), cu_seqlens=(q, k), layout="swapped"))
-    return cases
+    causal_only = {"causal": True}
+    return [
+        *cases,
+        Case("packed-alibi-sinks", (200, 4, 40), (230, 1, 40), None, causal_only, arrays, cu_seqlens=(q, k)),
+        Case("packed-into", (209, 4, 72), (230, 4, 72), 40, cu_seqlens=(q, k), give_out=True, layout="gaps"),
+        Case("packed-swapped", (200, 4, 32), (230, 4, 32), cu_seqlens=(q, k), layout="swapped"),
+    ]
 
 
 def _combined() -> list[Case]:
@@ -126,11 +154,14 @@ def _combined() -> list[Case]:
         "sinks": ((2, 4), "float32"),
         "query_offset": ((2,), "int32"),
     }
+    few_rows: dict[str, tuple[Shape, str]] = {"mask": ((2, 1, 3, 200), "bool")}
     options = {"causal": True, "window": (90, 5), "softcap": 3.0, "scale": -0.2}
     return [
-        Case("everything", (2, 4, 70, 72), (2, 2, 200, 72), head_dim_v=40, options=options, arrays=everything),
-        Case("everything-few_rows", (2, 4, 3, 64), (2, 2, 200, 64), options=options, arrays=everything | {"mask": ((2, 1, 3, 200), "bool")}),
-        Case("everything-strided", (2, 4, 70, 72), (2, 2, 200, 72), options=options, arrays=everything, layout="swapped", give_out=True),
+        Case("everything", (2, 4, 70, 72), (2, 2, 200, 72), 40, options, everything),
+        Case("everything-few_rows", (2, 4, 3, 64), (2, 2, 200, 64), None, options, everything | few_rows),
+        Case(
+            "everything-strided", (2, 4, 70, 72), (2, 2, 200, 72), None, options, everything, "swapped", give_out=True
+        ),
     ]
 
 

@@ -107,6 +107,15 @@ def test_explain_for_the_gpu_of_this_machine() -> None:
             ["--q", "5,8", "--window", "3,4", "--softcap", "2.5", "--causal"],
             "attention float16, batch 1, heads 1/1, 5 x 5, head_dim 8, window (3, 0), softcap 2.5",
         ),
+        (
+            ["--q", "5,8", "--window", "3,none"],
+            "attention float16, batch 1, heads 1/1, 5 x 5, head_dim 8, window (3, None)",
+        ),
+        (
+            ["--q", "5,8", "--window", "none,0"],
+            "attention float16, batch 1, heads 1/1, 5 x 5, head_dim 8, window (None, 0)",
+        ),
+        (["--q", "5,8", "--window", "none,none"], "attention float16, batch 1, heads 1/1, 5 x 5, head_dim 8"),
     ],
 )
 def test_explain_options(arguments: list[str], first_line: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -147,6 +156,7 @@ def test_calls_that_cannot_be(arguments: list[str], message: str, capsys: pytest
         (["kernels", "fast"], "unrecognized arguments: fast"),
         (["explain"], "required: --q"),
         (["explain", "--q", "a,b"], "argument --q: invalid"),
+        (["explain", "--q", "5,8", "--window", "3,open"], "argument --window: invalid"),
         (["explain", "--q", "2,5,8", "--dtype", "int8"], "argument --dtype: invalid choice: 'int8'"),
         (["explain", "--q", "2,5,8", "--device", "sm_90"], "argument --device: invalid int value: 'sm_90'"),
     ],

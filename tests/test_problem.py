@@ -53,6 +53,7 @@ def test_dense_defaults() -> None:
         window_left=None,
         window_right=None,
         query_offset=2,
+        bottom_right=True,
         scale=8**-0.5,
         softcap=0.0,
         precision="ieee",

@@ -7,8 +7,8 @@ import importlib.util
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from cuflash import params
@@ -31,7 +31,7 @@ pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 SECONDS_PER_KERNEL = 6.0
-"""Compile time limit; generous, because test machines run several compilers per core. The aim is 1.5 s on an idle core."""
+"""Limit; generous, because test machines run several compilers per core. The aim is 1.5 s on an idle core."""
 
 
 def _info(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
@@ -47,13 +47,14 @@ def _problems() -> dict[str, Problem]:
             problems[f"{dtype}-{head_dim}"] = describe_attention(x, x, x, causal=True)[0]
         x = _info((16, 16, 2048, 80), dtype)
         bias, mask = _info((2048, 2048), "float32"), _info((2048, 2048), "bool")
-        problems[f"{dtype}-everything"] = describe_attention(x, x, x, bias=bias, mask=mask, softcap=2.0, out_dtype="float64")[0]
+        options: dict[str, Any] = {"bias": bias, "mask": mask, "softcap": 2.0, "out_dtype": "float64"}
+        problems[f"{dtype}-everything"] = describe_attention(x, x, x, **options)[0]
         tokens, boundaries = _info((4096, 4, 96), dtype), _info((5,), "int32")
         problems[f"{dtype}-varlen"] = describe_varlen(tokens, tokens, tokens, boundaries, causal=True)[0]
         odd = x._replace(pointer=1)
         problems[f"{dtype}-odd_bytes"] = describe_attention(odd, odd, odd)[0]
-        few = _info((16, 16, 2, 64), dtype)
-        problems[f"{dtype}-few_rows"] = describe_attention(few, _info((16, 16, 1024, 64), dtype), _info((16, 16, 1024, 64), dtype))[0]
+        few, many = _info((16, 16, 2, 64), dtype), _info((16, 16, 1024, 64), dtype)
+        problems[f"{dtype}-few_rows"] = describe_attention(few, many, many)[0]
     return problems
 
 
@@ -68,7 +69,8 @@ def _plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
 
 def _check(name: str, resources: Resources) -> None:
     assert resources.spill_bytes == 0, f"{name} spills {resources.spill_bytes} bytes ({resources.registers} registers)"
-    assert resources.stack_bytes == 0 or "odd_bytes" in name, f"{name} uses {resources.stack_bytes} bytes of local memory"
+    if "odd_bytes" not in name:
+        assert resources.stack_bytes == 0, f"{name} uses {resources.stack_bytes} bytes of local memory"
     assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
 
 
@@ -94,7 +96,9 @@ def _nvrtc_12() -> ctypes.CDLL | None:
     return None
 
 
-@pytest.mark.parametrize("spec", [spec for spec in KERNELS if spec.min_compute_capability <= 70], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [spec for spec in KERNELS if spec.min_compute_capability <= 70], ids=lambda spec: spec.name
+)
 def test_compiles_for_sm_70(spec: KernelSpec) -> None:
     nvrtc = _nvrtc_12()
     if nvrtc is None:
@@ -137,9 +141,11 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    packed = params.pack_pointers(*range(1, 13)) + params.pack_after_pointers(problem, plan)
+    pointers = bytearray(8 * len(params.POINTERS))
+    params.pack_pointers_into(pointers, 0, *range(1, 13))
+    packed = bytes(pointers) + params.pack_after_pointers(problem, plan)
     values = struct.unpack("=" + "".join(code for _, code in params.FIELDS), packed)
-    assert len(packed) == params.SIZE == params.BY_VALUE.itemsize
+    assert len(packed) == params.SIZE
     names = [name for name, code in params.FIELDS for _ in range(int(code[:-1] or 1))]
     fields = dict(zip(names, values, strict=True))
     assert fields["scale"] == 0.25 and fields["window_left"] == 5 and fields["window_right"] == params.OPEN_WINDOW
@@ -161,7 +167,3 @@ def test_each_source_compiles_with_its_defaults(source: str) -> None:
 
 def test_every_source_belongs_to_a_row() -> None:
     assert {path.stem for path in source_folder().glob("*.cu")} == {spec.name for spec in KERNELS}
-
-
-def test_by_value_type_is_one_element() -> None:
-    assert np.frombuffer(bytes(params.SIZE), params.BY_VALUE).size == 1

@@ -28,11 +28,19 @@ struct AttentionParams {
     const char* cu_seqlens_q;
     const char* cu_seqlens_k;
 
+    // What a call of the same form but other lengths changes.
     Strides q_strides;
     Strides k_strides;
     Strides v_strides;
     Strides out_strides;
     Strides lse_strides;
+    long long seqlen_q;      // packed sequences: tokens in all
+    long long seqlen_k;
+    long long query_offset;
+    long long num_m_blocks;  // tiles along the rows of one head (packed sequences: upper bound over all of them)
+    long long first_block;   // index of this launch's first block in the whole grid
+
+    // What it keeps.
     Strides bias_strides;
     Strides mask_strides;
     Strides alibi_strides;
@@ -40,15 +48,9 @@ struct AttentionParams {
     Strides query_offset_strides;
     long long cu_seqlens_q_stride;
     long long cu_seqlens_k_stride;
-
     long long batch_shape[kBatchAxes];
     long long num_batches;   // product of batch_shape; packed sequences: 1
     long long num_sequences; // packed sequences only
-    long long num_m_blocks;  // tiles along the rows of one head (packed sequences: upper bound over all of them)
-    long long first_block;   // index of this launch's first block in the whole grid
-    long long seqlen_q;      // packed sequences: tokens in all
-    long long seqlen_k;
-    long long query_offset;
     long long window_left;
     long long window_right;
 

@@ -1,0 +1,114 @@
+"""A known form with other lengths is launched, byte for byte, as if it had been described and planned anew."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash import launch
+from cuflash.kernels import device_of
+from cuflash.knobs import AUTOMATIC
+from cuflash.plan import make_plan
+from cuflash.problem import describe_attention, result_rows
+
+cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.compile_module, "kernel_function", lambda plan, device_id: None)
+    monkeypatch.setattr(launch, "device_info", lambda device_id: device_of(90))
+    assert "cupy" in sys.modules
+
+
+def _array(shape: tuple[int, ...], dtype: Any, order: str) -> Any:
+    """Make a CuPy array over memory that does not exist; (batch, sequence, heads, feature) in memory for `swapped`."""
+    memory = cupy.cuda.UnownedMemory(1 << 30, 1 << 40, None, 0)
+    pointer = cupy.cuda.MemoryPointer(memory, 0)
+    if order == "swapped":
+        return cupy.ndarray((*shape[:-3], shape[-2], shape[-3], shape[-1]), dtype, pointer).swapaxes(-2, -3)
+    if order == "gaps":
+        return cupy.ndarray((*shape[:-1], 2 * shape[-1]), dtype, pointer)[..., : shape[-1]]
+    return cupy.ndarray(shape, dtype, pointer)
+
+
+def _planned(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[launch.Form, launch.Launch]:
+    problem, _ = describe_attention(q, k, v, **options)
+    form = launch.Form(problem, make_plan(problem, device_of(90), AUTOMATIC), 0)
+    rows = result_rows(problem)
+    return form, launch.Launch(form, launch._parts(form), rows, problem.seqlen_k, problem.out, problem.lse)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "return_lse": True},
+    {"causal": "top_left", "window": (5, None)},
+    {"causal": True, "query_offset": 3, "out_dtype": np.float64},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("order", ["contiguous", "swapped", "gaps"])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize(
+    ("batch", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
+    [
+        ((), 8, 8, 64, 64),
+        ((2,), 8, 2, 128, 64),
+        ((2, 3), 4, 1, 8, 16),
+        ((1,), 1, 1, 40, 40),
+        ((2, 1, 3, 2), 6, 3, 64, 24),
+    ],
+)
+def test_other_lengths(
+    batch: tuple[int, ...],
+    heads_q: int,
+    heads_kv: int,
+    head_dim: int,
+    head_dim_v: int,
+    dtype: Any,
+    order: str,
+    options: Any,
+) -> None:
+    def arrays(n: int, m: int) -> tuple[Any, Any, Any]:
+        q = _array((*batch, heads_q, n, head_dim), dtype, order)
+        return q, *(_array((*batch, heads_kv, m, d), dtype, order) for d in (head_dim, head_dim_v))
+
+    lengths = [(1, 1), (1, 70), (3, 500), (40, 41), (100, 100), (129, 1000), (2000, 17), (4096, 4096)]
+    planned = [_planned(*arrays(n, m), options) for n, m in lengths]
+    reused = 0
+    for form, _ in planned:
+        if not launch._varies_by_length(form.problem, form.plan):
+            continue
+        for (n, m), (_, expected) in zip(lengths, planned, strict=True):
+            found = form.launch(*arrays(n, m))
+            if found is None:
+                continue
+            reused += 1
+            assert found._parts == expected._parts
+            assert str(found) == str(expected)
+            for name in ("_out", "_lse"):
+                ours, theirs = getattr(found, name), getattr(expected, name)
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    assert (ours.shape, ours.dtype, ours.strides) == (theirs.shape, theirs.dtype, theirs.strides)
+    whole_vectors = all(d * np.dtype(dtype).itemsize % 16 == 0 for d in (head_dim, head_dim_v))
+    assert reused >= len(lengths) or not whole_vectors
+
+
+def test_a_form_refuses_what_it_does_not_cover() -> None:
+    q = _array((2, 4, 100, 64), np.float32, "contiguous")
+    form, _ = _planned(q, q, q, {})
+    assert form.launch(q, q, q) is not None
+    short = _array((2, 4, 90, 64), np.float32, "contiguous")
+    assert form.launch(q, q, short) is None, "k and v of different lengths"
+    assert form.launch(q[..., ::-1], q, q) is None, "another feature stride"
+    assert form.launch(q[:, :, :0], q, q) is None, "no queries"
+    odd = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (4 * 66 * 400, 4 * 66 * 100, 4 * 66, 4))
+    assert form.launch(odd, q, q) is None, "rows on no 16-byte boundary"
+    broadcast = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (0, 4 * 64 * 100, 4 * 64, 4))
+    problem, _ = describe_attention(broadcast, q, q)
+    assert not launch._varies_by_length(problem, form.plan)
