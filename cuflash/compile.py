@@ -146,23 +146,17 @@ def parse_resources(log: str, seconds: float, cubin: bytes = b"") -> Resources:
 def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:
     """Compile several kernels in threads; says so on stderr, once, when they do not come from the disk cache."""
     import os
-    from concurrent.futures import ThreadPoolExecutor, wait
+    from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 
     begin = time.perf_counter()
-    announced = False
     with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1), "cuflash-compile") as pool:
-        pending = {pool.submit(kernel_function, plan, device_id) for plan in plans}
-        finished = set()
-        while pending:
-            done, pending = wait(pending, timeout=0.5, return_when="FIRST_COMPLETED" if announced else "ALL_COMPLETED")
-            finished |= done
-            if pending or announced:
-                if not announced:
-                    message = f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):"
-                    print(message, end="", file=sys.stderr)
-                    announced = True
-                print(f" {len(finished)}", end="", file=sys.stderr, flush=True)
-    if announced:
-        print(f", {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
-    for future in finished:
-        future.result()
+        jobs = [pool.submit(kernel_function, plan, device_id) for plan in plans]
+        _, pending = wait(jobs, timeout=0.5)
+        if pending:
+            message = f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):"
+            print(message, end="", file=sys.stderr, flush=True)
+            for count, _ in enumerate(as_completed(jobs), 1):
+                print(f" {count}", end="", file=sys.stderr, flush=True)
+            print(f", {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+    for job in jobs:
+        job.result()

@@ -43,8 +43,7 @@ _INFO_NAMES = {"query_offsets": "query_offset"}
 
 
 class _Arguments:
-    """Memory for one argument struct, and what CuPy needs to pass it by value; the driver copies it during the launch.
-    """
+    """Memory for one argument struct, and what CuPy needs to pass it by value. The driver copies it at the launch."""
 
     def __init__(self) -> None:
         from cupy.cuda.function import CPointer
@@ -327,7 +326,7 @@ def _form_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     if len(cache) >= CACHE_SIZE:
-        cache.pop(next(iter(cache)), None)
+        cache.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
     cache[key] = value
 
 

@@ -138,6 +138,7 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = KERNELS[0]._replace(name="narrow", dtypes=("float16",))
     narrower = narrow._replace(name="narrower", max_head_dim=32)
     monkeypatch.setattr(cuflash.plan, "KERNELS", (narrower, narrow, *KERNELS))
+    monkeypatch.setattr(cuflash.plan, "_choices", {})
     x = StandIn((4, 5, 64), np.float32)
     explanation = explain(attention, x, x, x, device=90)
     assert explanation.kernel == KERNELS[0].name

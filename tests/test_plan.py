@@ -460,6 +460,7 @@ def test_rows_refuse_with_a_sentence(
     make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, *KERNELS))
+    monkeypatch.setattr(cuflash.plan, "_choices", {})
     problem, device = make(), device_of(capability)
     (name, reason), *others = refusals(problem, device)
     assert name == "narrow" and all(other is None for _, other in others)

@@ -13,7 +13,8 @@ import pytest
 
 import cuflash
 from cuflash.arrays import DTYPES, HOST, contiguous_strides
-from cuflash.problem import FLOAT32_MAX, FLOAT32_TINY, Operand, Problem, describe_attention, describe_varlen
+from cuflash.checks import FLOAT32_MAX, FLOAT32_TINY
+from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -163,7 +164,7 @@ def test_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if environment is not None:
-        monkeypatch.setattr("cuflash.problem.FLOAT32_PRECISION", "tf32" if environment == "1" else "ieee")
+        monkeypatch.setattr("cuflash.checks.FLOAT32_PRECISION", "tf32" if environment == "1" else "ieee")
     arrays = {"q": zeros(9, 2, 8), "k": zeros(11, 2, 8), "v": zeros(11, 2, 6)}
     if describe is dense:
         arrays = {"q": zeros(5, 8), "k": zeros(7, 8), "v": zeros(7, 6)}

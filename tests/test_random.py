@@ -202,6 +202,18 @@ def packed_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
     return Call(case, dtype, shapes, _draw_layouts(draw, ranks, give_out), boundary_dtypes, **_values(draw))
 
 
+@st.composite
+def alike_calls(draw: Callable[[Any], Any]) -> Call:
+    """Draw a call of `attention` that often has the form of an earlier one, with other lengths or strides."""
+    batch = draw(st.sampled_from(((), (2,), (1, 3), (1, 1, 2, 1, 1))))
+    seqlen_q, seqlen_k = draw(SEQLENS), draw(SEQLENS)
+    shapes = {"q": (*batch, 4, seqlen_q, 64), "k": (*batch, 2, seqlen_k, 64), "v": (*batch, 2, seqlen_k, 64)}
+    options = draw(st.sampled_from(({"causal": False}, {"causal": True}, {"causal": "top_left", "window": (20, None)})))
+    layouts = {name: draw(st.sampled_from(("contiguous", "contiguous", "swapped", *LAYOUTS))) for name in "qkv"}
+    case = Case("random", shapes["q"], shapes["k"], 64, options)
+    return Call(case, draw(st.sampled_from(("float16", "float32"))), shapes, layouts, (), **_values(draw))
+
+
 def _data(call: Call) -> tuple[Data, Data]:
     """Return the arrays as the definition is to read them, and with poison where nobody looks."""
     rng = np.random.default_rng(call.seed)
@@ -358,6 +370,17 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
 def test_dense_on_the_gpu(spec: KernelSpec) -> None:
     @settings(SETTINGS, max_examples=100)
     @given(dense_calls(gpu=True))
+    def right(call: Call) -> None:
+        _assert_right_twice_on_gpu(spec, call)
+
+    right()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_alike_on_the_gpu(spec: KernelSpec) -> None:
+    @settings(SETTINGS, max_examples=300)
+    @given(alike_calls())
     def right(call: Call) -> None:
         _assert_right_twice_on_gpu(spec, call)
 

@@ -1,0 +1,306 @@
+"""The checks behind `problem.py`: each takes an argument or a group of them, and raises with argument, got, expected."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .arrays import (
+    DTYPE_NAMES,
+    FLOAT_NAMES,
+    HOST,
+    INTEGER_NAMES,
+    ArrayInfo,
+    inspect,
+    overlaps_itself,
+    share_memory,
+)
+from .knobs import FLOAT32_PRECISION
+
+MAX_HEAD_DIM = 512
+FLOAT32_MAX = 3.4028234663852886e38
+FLOAT32_TINY = 1.1754943508222875e-38
+
+
+def query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
+    q_info = inspect("q", q)
+    infos = {"q": q_info, "k": inspect("k", k), "v": inspect("v", v)}
+    for name, info in infos.items():
+        if info.dtype not in FLOAT_NAMES:
+            raise TypeError(f"{name} has dtype {info.dtype}, expected float16, bfloat16, float32 or float64")
+        if len(info.shape) < 2:
+            raise ValueError(
+                f"{name} has shape {info.shape}, expected (..., heads, sequence, feature) or (sequence, feature)"
+            )
+        if info.device != q_info.device:
+            _same_device(name, info, q_info)
+        if info.dtype != q_info.dtype:
+            raise TypeError(
+                f"{name} has dtype {info.dtype} but q has {q_info.dtype}; "
+                "q, k and v share one dtype, convert with .astype()"
+            )
+    return infos
+
+
+def _same_device(name: str, info: ArrayInfo, q_info: ArrayInfo) -> None:
+    if info.device == q_info.device:
+        return
+    if HOST in (info.device, q_info.device):
+        got, expected = ("a NumPy array", "a GPU array") if info.device == HOST else ("a GPU array", "a NumPy array")
+        raise TypeError(f"{name} is {got} but q is {expected}; move one with cupy.asarray(x) or cupy.asnumpy(x)")
+    raise ValueError(f"{name} is on GPU {info.device} but q is on GPU {q_info.device}")
+
+
+def with_heads(info: ArrayInfo) -> ArrayInfo:
+    """Read a 2-D array as one head."""
+    if len(info.shape) != 2:
+        return info
+    return info._replace(shape=(1, *info.shape), strides=(0, *info.strides))
+
+
+def check_features(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> None:
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"k has head_dim {k.shape[-1]} but q has {head_dim}")
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q has head_dim {head_dim}, expected 1 to {MAX_HEAD_DIM}")
+    if not 1 <= head_dim_v <= MAX_HEAD_DIM:
+        raise ValueError(f"v has head_dim {head_dim_v}, expected 1 to {MAX_HEAD_DIM}")
+
+
+def check_heads(num_heads_q: int, num_heads_k: int, num_heads_v: int) -> None:
+    if num_heads_k != num_heads_v:
+        raise ValueError(f"v has {num_heads_v} heads but k has {num_heads_k}")
+    if num_heads_q % num_heads_v if num_heads_v else num_heads_q:
+        raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_v} heads of k and v")
+
+
+def broadcast_batch(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
+    if q == k == v:
+        return q
+    batch = q
+    for name, axes in (("k", k), ("v", v)):
+        try:
+            batch = np.broadcast_shapes(batch, axes)
+        except ValueError:
+            raise ValueError(f"{name} has leading axes {axes}, which do not broadcast with {batch}") from None
+    return batch
+
+
+def optional_array(
+    infos: dict[str, ArrayInfo],
+    name: str,
+    x: Any,
+    dtypes: tuple[str, ...],
+    target: tuple[int, ...],
+    alternative: str = "",
+) -> None:
+    """Check one option that is an array and broadcasts to `target`, and enter it in `infos`."""
+    info = inspect(name, x)
+    if info.dtype not in dtypes:
+        wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
+        raise TypeError(f"{name} has dtype {info.dtype}, expected {wanted}{' ' + alternative if alternative else ''}")
+    _same_device(name, info, infos["q"])
+    shape = info.shape
+    if len(shape) > len(target) or any(
+        length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
+    ):
+        raise ValueError(f"{name} has shape {shape}, expected one that broadcasts to {target}")
+    infos[name] = info
+
+
+def parse_integer(name: str, x: Any, expected: str) -> int:
+    if isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} is {x} (bool), expected {expected}")
+    try:
+        return operator.index(x)
+    except TypeError:
+        raise TypeError(f"{name} is {x!r} ({type(x).__name__}), expected {expected}") from None
+
+
+def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tuple[int | None, int | None]:
+    """Return the right edge of the window (0 or None) and the query offset (None: from an array or the lengths)."""
+    if isinstance(causal, str):
+        if causal not in ("bottom_right", "top_left"):
+            raise ValueError(f"causal is {causal!r}, expected False, True, 'bottom_right' or 'top_left'")
+        if query_offset is not None:
+            raise ValueError(
+                f"causal={causal!r} names a query offset, so query_offset must be None, got {_brief(query_offset)}"
+            )
+        return 0, 0 if causal == "top_left" else bottom_right
+    if not isinstance(causal, (bool, np.bool_)):
+        raise TypeError(f"causal is {_brief(causal)}, expected False, True, 'bottom_right' or 'top_left'")
+    right = 0 if causal else None
+    if query_offset is None:
+        return right, bottom_right
+    if isinstance(query_offset, (int, np.generic)) or not hasattr(query_offset, "dtype"):
+        expected = "an int, or an integer array that broadcasts to the leading axes"
+        offset = parse_integer("query_offset", query_offset, expected)
+        return right, max(-(2**61), min(2**61, offset))
+    return right, None
+
+
+def _brief(x: Any) -> str:
+    if isinstance(x, (bool, int, float, complex, str, np.generic)):
+        return f"{x!r}"
+    return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "")
+
+
+def parse_window(window: Any, right: int | None) -> tuple[int | None, int | None]:
+    if window is None:
+        return None, right
+    expected = "(left, right) with non-negative ints, or None for an open side"
+    if not isinstance(window, (tuple, list)):
+        raise TypeError(f"window is {_brief(window)}, expected {expected}")
+    if len(window) != 2:
+        raise ValueError(f"window has {len(window)} entries, expected {expected}")
+    sides: list[int | None] = []
+    for name, side in zip(("window[0] (left)", "window[1] (right)"), window, strict=True):
+        value = None if side is None else parse_integer(name, side, "a non-negative int, or None for an open side")
+        if value is not None and value < 0:
+            raise ValueError(f"{name} is {value}, expected a non-negative int; None leaves that side open")
+        sides.append(None if value is None else min(value, 2**61))
+    left, window_right = sides
+    return left, window_right if right is None else right
+
+
+def _real(name: str, x: Any, hint: str) -> float:
+    is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
+    if not is_number or isinstance(x, (bool, np.bool_)):
+        raise TypeError(f"{name} is {_brief(x)}, expected a finite real number{hint}")
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {_brief(x)}, expected a finite real number{hint}")
+    return value
+
+
+def parse_scale(scale: Any, head_dim: int, dtype: str) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    value = _real("scale", scale, ", or None for head_dim ** -0.5")
+    if dtype != "float64" and abs(value) > FLOAT32_MAX:
+        raise ValueError(f"scale is {value}, expected a number that float32, in which scores are computed, can hold")
+    return value
+
+
+def parse_softcap(softcap: Any, dtype: str) -> float:
+    if softcap is None:
+        return 0.0
+    value = _real("softcap", softcap, " above 0, or None for off")
+    if value <= 0:
+        raise ValueError(f"softcap is {value}, expected a number above 0; None turns it off")
+    if dtype == "float64":
+        return value
+    # Beyond float32 the cap is the identity to the last bit, or indistinguishable from 0.
+    return 0.0 if value > FLOAT32_MAX else max(value, FLOAT32_TINY)
+
+
+def parse_precision(precision: Any, dtype: str) -> str:
+    if precision is None:
+        return FLOAT32_PRECISION if dtype == "float32" else "ieee"
+    if not isinstance(precision, str) or precision not in ("ieee", "tf32"):
+        raise ValueError(f"precision is {_brief(precision)}, expected None, 'ieee' or 'tf32'")
+    if precision == "tf32" and dtype != "float32":
+        raise ValueError(f"precision='tf32' is for float32 arrays, but q has dtype {dtype}")
+    return precision
+
+
+def _dtype_name(name: str, dtype: Any) -> str:
+    try:
+        parsed = DTYPE_NAMES.get(np.dtype(dtype), str(np.dtype(dtype)))
+    except (TypeError, ValueError):
+        parsed = _brief(dtype)
+    if parsed not in FLOAT_NAMES:
+        raise TypeError(f"{name} is {parsed}, expected float16, bfloat16, float32 or float64")
+    return parsed
+
+
+def check_results(
+    infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: Any, out_shape: tuple[int, ...]
+) -> tuple[str, str]:
+    """Check `out`, `lse` and `out_dtype`; return the element types of the results."""
+    dtype = infos["q"].dtype
+    lse_name = "float64" if dtype == "float64" else "float32"
+    out_name = dtype if out_dtype is None else _dtype_name("out_dtype", out_dtype)
+    if out is None and lse is None:
+        return out_name, lse_name
+    inputs = list(infos.items())
+    if out is not None:
+        info = inspect("out", out)
+        if out_dtype is None and info.dtype in FLOAT_NAMES:
+            out_name = info.dtype
+        if info.dtype != out_name:
+            given = out_dtype is not None
+            expected = f"{out_name} as out_dtype says" if given else "float16, bfloat16, float32 or float64"
+            raise TypeError(f"out has dtype {info.dtype}, expected {expected}")
+        _check_result("out", info, out_shape, inputs)
+        infos["out"] = info
+        inputs.append(("out", info))
+    if lse is not None:
+        info = inspect("lse", lse)
+        if info.dtype != lse_name:
+            raise TypeError(f"lse has dtype {info.dtype}, expected {lse_name} (q has {dtype})")
+        _check_result("lse", info, out_shape[:-1], inputs)
+        infos["lse"] = info
+    return out_name, lse_name
+
+
+def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:
+    if info.shape != shape:
+        raise ValueError(f"{name} has shape {info.shape}, expected {shape}")
+    _same_device(name, info, others[0][1])
+    if not info.writeable:
+        raise ValueError(f"{name} is read-only, expected a writeable array")
+    if overlaps_itself(info):
+        raise ValueError(
+            f"{name} has strides {info.strides} for shape {info.shape}, so that its elements overlap each other"
+        )
+    _check_overlap(name, info, others)
+
+
+def _check_overlap(name: str, info: ArrayInfo, others: Sequence[tuple[str, ArrayInfo]]) -> None:
+    """Raise if a result shares memory with another array of the call."""
+    if info.array is None:
+        return
+    for other_name, other in others:
+        if other.array is not None and share_memory(info, other):
+            raise ValueError(f"{name} overlaps {other_name} in memory, expected an array of its own")
+
+
+def check_workspace(infos: dict[str, ArrayInfo], workspace: Any) -> None:
+    info = inspect("workspace", workspace)
+    if info.dtype != "uint8" or len(info.shape) != 1 or (info.shape[0] > 1 and info.strides[0] != 1):
+        raise TypeError(
+            f"workspace has dtype {info.dtype} and shape {info.shape}, expected a contiguous 1-D uint8 array"
+        )
+    _check_result("workspace", info, info.shape, list(infos.items()))
+    infos["workspace"] = info
+
+
+def check_cu_seqlens(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:
+    info = inspect(name, x)
+    if info.dtype not in INTEGER_NAMES:
+        raise TypeError(f"{name} has dtype {info.dtype}, expected an integer dtype")
+    if len(info.shape) != 1 or info.shape[0] < 1:
+        raise ValueError(f"{name} has shape {info.shape}, expected (number of sequences + 1,)")
+    _same_device(name, info, infos["q"])
+    infos[name] = info
+    if info.device != HOST or info.array is None:
+        return
+    values = info.array
+    if values[0] != 0:
+        raise ValueError(f"{name} begins with {values[0]}, expected 0")
+    falls = np.flatnonzero(values[1:] < values[:-1])
+    if falls.size:
+        at = int(falls[0])
+        raise ValueError(f"{name} falls from {values[at]} to {values[at + 1]} at entry {at + 1}, expected no decrease")
+    if values[-1] > total:
+        raise ValueError(f"{name} ends with {values[-1]} but {tokens} has {total} tokens")
