@@ -16,8 +16,8 @@ def table(results: dict[str, Any]) -> str:
     rows = results["problems"]
     names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
     lines = [
-        f"`python benchmarks/forward.py` on one {results['device']}: TFLOP/s (4 B H N^2 D operations, half of them when",
-        "causal), and the relative error against float64.",
+        f"`python benchmarks/forward.py` on one {results['device']}: TFLOP/s (4 B H N^2 D operations, half of them",
+        "when causal), and the relative error against float64.",
         "",
         "| problem | " + " | ".join(names) + " | relative error |",
         "|---|" + "---:|" * (len(names) + 1),

@@ -360,8 +360,15 @@ def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, l
 
 
 def _varies_by_length(problem: Problem, plan: Plan) -> bool:
-    """Whether `Form.launch` may stand in for a plan: aligned dense arrays with the same leading axes."""
+    """Whether `Form.launch` may stand in for a plan: dense arrays with the same leading axes, each one of the kernel's.
+
+    They must have the alignment that follows from the features alone: other lengths then have it too.
+    """
+    if problem.op != "attention" or problem.is_2d or plan.num_blocks == 0 or len(plan.batch_axes) != len(problem.batch):
+        return False
     same_axes = all(
         0 not in operand.strides and operand.alignment == 16 for operand in (problem.q, problem.k, problem.v)
     )
-    return problem.op == "attention" and same_axes and not problem.is_2d and not plan.outer_axes and plan.num_blocks > 0
+    itemsize, out_itemsize = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
+    row_bytes = problem.head_dim * itemsize | problem.head_dim_v * itemsize | problem.head_dim_v * out_itemsize
+    return same_axes and dict(plan.macros)["ALIGNMENT"] == (itemsize if row_bytes & 15 else 16)

@@ -125,7 +125,10 @@ _choices: dict[tuple, _Choice] = {}
 
 
 def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: int) -> _Choice:
-    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `useful_rows`."""
+    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `useful_rows`.
+
+    The key must hold whatever a row's `refusal`, `tiles`, `shared_memory` and `min_blocks` look at.
+    """
     p = problem
     alignment = _alignment(p)
     key = (

@@ -95,8 +95,7 @@ def test_other_lengths(
                 assert (ours is None) == (theirs is None)
                 if ours is not None:
                     assert (ours.shape, ours.dtype, ours.strides) == (theirs.shape, theirs.dtype, theirs.strides)
-    whole_vectors = all(d * np.dtype(dtype).itemsize % 16 == 0 for d in (head_dim, head_dim_v))
-    assert reused >= len(lengths) or not whole_vectors
+    assert reused >= len(lengths)
 
 
 def test_a_form_refuses_what_it_does_not_cover() -> None:
@@ -109,6 +108,15 @@ def test_a_form_refuses_what_it_does_not_cover() -> None:
     assert form.launch(q[:, :, :0], q, q) is None, "no queries"
     odd = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (4 * 66 * 400, 4 * 66 * 100, 4 * 66, 4))
     assert form.launch(odd, q, q) is None, "rows on no 16-byte boundary"
+    axes = _array((2, 1, 2, 1, 1, 4, 100, 64), np.float32, "contiguous")
+    merged, _ = _planned(axes, axes, axes, {})
+    assert not launch._varies_by_length(merged.problem, merged.plan), "leading axes that merge"
+    every_second = _array((2, 4, 100, 128), np.float32, "contiguous")[..., ::2]
+    slow, _ = _planned(every_second, every_second, every_second, {})
+    assert not launch._varies_by_length(slow.problem, slow.plan), "loads that aligned arrays would not need"
+    one_row = _array((1, 1, 1, 4), np.float32, "contiguous")
+    by_chance, _ = _planned(one_row, one_row, one_row, {"out_dtype": np.float16})
+    assert not launch._varies_by_length(by_chance.problem, by_chance.plan), "result aligned for one row only"
     broadcast = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (0, 4 * 64 * 100, 4 * 64, 4))
     problem, _ = describe_attention(broadcast, q, q)
     assert not launch._varies_by_length(problem, form.plan)
