@@ -16,7 +16,7 @@ from cuflash.kernels import KERNELS, KernelSpec
 from cuflash.knobs import Settings
 from cuflash.launch import device_info
 from cuflash.plan import make_plan
-from cuflash.problem import describe_attention, describe_varlen
+from cuflash.problem import Problem, describe_attention, describe_varlen
 from cuflash.testing import Case, call_arguments, check, make_data, run
 
 
@@ -26,6 +26,12 @@ def _assert_right_twice(case: Case, dtype: str, xp: Any) -> None:
     check(case, data, first)
     second = run(case, data, xp)
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
+def _describe(case: Case, dtype: str) -> Problem:
+    positional, options = call_arguments(case, dtype)
+    describe = describe_attention if case.cu_seqlens is None else describe_varlen
+    return describe(*positional, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -40,9 +46,7 @@ def compiled() -> None:
     device = device_info(0)
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
-        positional, options = call_arguments(case, dtype)
-        describe = describe_attention if case.cu_seqlens is None else describe_varlen
-        problem, _ = describe(*positional, **options)
+        problem = _describe(case, dtype)
         if spec.refusal(problem, device) is None:
             kernel_function(make_plan(problem, device, Settings(spec.name, "", False)), 0)
 
@@ -60,10 +64,29 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
     import cupy
 
     with cuflash.options(kernel=spec.name):
-        positional, options = call_arguments(case, dtype)
-        describe = describe_attention if case.cu_seqlens is None else describe_varlen
-        if spec.refusal(describe(*positional, **options)[0], device_info(0)) is None:
+        if spec.refusal(_describe(case, dtype), device_info(0)) is None:
             _assert_right_twice(case, dtype, cupy)
             return
         with pytest.raises(ValueError, match="cannot serve this call"):
             run(case, make_data(case, dtype), cupy)
+
+
+TILED = [case for case in CASES if case.name in ("everything", "packed-plain-True", "causal-200x131")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", TILED, ids=lambda case: case.name)
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
+    """The three tallest tiles and the lowest, whichever the plan would take."""
+    import cupy
+
+    problem, device = _describe(case, dtype), device_info(0)
+    if spec.refusal(problem, device) is not None:
+        pytest.skip(f"{spec.name} does not serve {case.name} in {dtype}")
+    names = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
+    assert len(names) >= 3
+    for name in {*names[:3], names[-1]}:
+        with cuflash.options(kernel=spec.name, tile=name):
+            _assert_right_twice(case, dtype, cupy)
