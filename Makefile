@@ -32,7 +32,7 @@ run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(python)
 help:
 	@echo 'make demo        classify handwritten digits by attention, on the GPU if there is one, else with NumPy'
 	@echo 'make test        all tests (those that need a GPU are skipped without one)'
-	@echo 'make lint        ruff and mypy'
+	@echo 'make lint        ruff, clang-format and mypy'
 	@echo 'make notebooks   run the notebooks with NumPy and store their outputs'
 	@echo 'make wheel       sdist and wheel in dist/'
 	@echo 'make clean       remove the environment and everything that was built'
@@ -51,6 +51,7 @@ test: $(test_ready)
 lint: $(test_ready)
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
+	$(run) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror cuda_src/*.cu cuda_src/*/*.cuh
 	$(run) -m mypy
 
 notebooks: $(test_ready)

@@ -1,17 +1,17 @@
-// Attention forward on the ordinary arithmetic units: any GPU, every dtype, every feature. The readable definition of what the
-// faster kernels compute, and the row of the kernel table that takes everything.
+// Attention forward on the ordinary arithmetic units: any GPU, every dtype, every feature. The readable definition of
+// what the faster kernels compute, and the row of the kernel table that takes everything.
 //
-// Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys that any
-// of their rows sees, first to last, kBlockN at a time. Feature axes pass through shared memory in slices, so that one pair of
-// buffers serves every head_dim: while one slice is multiplied, the next one is on its way.
+// Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
+// that any of their rows sees, first to last, kBlockN at a time. Feature axes pass through shared memory in slices, so
+// that one pair of buffers serves every head_dim: while one slice is multiplied, the next one is on its way.
 //
-// Threads: two groups of 16 lanes per warp, each with kRows rows. In S = Q K^T a lane holds every 16th key of its rows, in O = P V
-// a few features of them; the weights P cross between the two layouts through shared memory that only the same warp touches.
-// The groups interleave, lane by lane and row by row: neighbouring lanes then read the same keys and adjacent rows, which
-// shared memory serves in half as many wavefronts as two halves of a warp would take.
+// Threads: two groups of 16 lanes per warp, each with kRows rows. In S = Q K^T a lane holds every 16th key of its rows,
+// in O = P V a few features of them; the weights P cross between the two layouts through shared memory that only the
+// same warp touches. The groups interleave, lane by lane and row by row: neighbouring lanes then read the same keys and
+// adjacent rows, which shared memory serves in half as many wavefronts as two halves of a warp would take.
 //
-// The weighted values of one key tile are summed from zero and joined to O by one multiply-add, so the error of the sum
-// does not grow with the number of keys.
+// The weighted values of one key tile are summed from zero and joined to O by one multiply-add: a running sum over all
+// keys would lose digits as it grows.
 
 #include "common/config.cuh"
 #include "common/epilogue.cuh"
@@ -27,18 +27,22 @@ constexpr int kRows = kBlockM * kLanesPerRow / kThreads;
 constexpr int kColumns = kBlockN / kLanesPerRow;
 constexpr int kVector = 16 / sizeof(Accumulator);  // features that one shared-memory instruction loads
 
-__host__ __device__ constexpr int slice_width(int head_dim) { return head_dim <= 64 ? head_dim : head_dim % 64 == 0 ? 64 : 32; }
+__host__ __device__ constexpr int slice_width(int head_dim) {
+    return head_dim <= 64 ? head_dim : head_dim % 64 == 0 ? 64 : 32;
+}
 constexpr int kSliceK = slice_width(kHeadDim);
 constexpr int kSliceV = slice_width(kHeadDimV);
 constexpr int kNumSlicesK = kHeadDim / kSliceK;
 constexpr int kNumSlicesV = kHeadDimV / kSliceV;
-constexpr int kFeatures = kSliceV / kLanesPerRow;                   // of a slice of V, per lane
+constexpr int kFeatures = kSliceV / kLanesPerRow;                  // of a slice of V, per lane
 constexpr int kGroup = kFeatures < kVector ? kFeatures : kVector;  // neighbouring ones
 constexpr int kSlice = kSliceK > kSliceV ? kSliceK : kSliceV;
 
-static_assert(kRows >= 1 && kRows * kThreads == kBlockM * kLanesPerRow, "the block's lanes must divide its rows evenly");
+static_assert(kRows >= 1 && kRows * kThreads == kBlockM * kLanesPerRow,
+              "the block's lanes must divide its rows evenly");
 static_assert(kColumns * kLanesPerRow == kBlockN, "16 lanes must divide the key tile evenly");
-static_assert(kSliceK * kNumSlicesK == kHeadDim && kSliceK % 16 == 0, "head_dim buckets are multiples of their slice, slices of 16");
+static_assert(kSliceK * kNumSlicesK == kHeadDim && kSliceK % 16 == 0,
+              "head_dim buckets are multiples of their slice, slices of 16");
 static_assert(kSliceV * kNumSlicesV == kHeadDimV && kSliceV % 16 == 0, "head_dim_v buckets likewise");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
 
@@ -50,10 +54,11 @@ struct SharedTiles {
     TileMap tile;
 };
 
-// Copies a [kNumRows][kWidth] piece into shared memory, widened. `row_address` gives a row's address, or null for a row of zeros.
+// Copies a [kNumRows][kWidth] piece into shared memory, widened. `row_address` gives a row's address, or null for a row
+// of zeros.
 template <int kNumRows, int kWidth, int kPitch, typename RowAddress>
-__device__ __forceinline__ void load_tile(Accumulator (*target)[kPitch], int target_column, int first_feature, int num_features,
-                                          long long feature_stride, RowAddress row_address) {
+__device__ __forceinline__ void load_tile(Accumulator (*target)[kPitch], int target_column, int first_feature,
+                                          int num_features, long long feature_stride, RowAddress row_address) {
     if constexpr (kVectorLoads) {
         constexpr int kElements = 16 / sizeof(Element);
         constexpr int kChunks = kWidth / kElements;
@@ -84,7 +89,8 @@ __device__ __forceinline__ void load_tile(Accumulator (*target)[kPitch], int tar
             const int column = element % kWidth;
             const char* source = row_address(row);
             const bool valid = source != nullptr && first_feature + column < num_features;
-            target[row][target_column + column] = valid ? load_as<kDtype>(source + (first_feature + column) * feature_stride) : Accumulator(0);
+            target[row][target_column + column] =
+                valid ? load_as<kDtype>(source + (first_feature + column) * feature_stride) : Accumulator(0);
         }
     }
 }
@@ -100,35 +106,45 @@ struct LaneMaximum {
 };
 
 // scores += Q[rows, slice] K[keys, slice]^T
-__device__ __forceinline__ void multiply_qk(Accumulator (&scores)[kRows][kColumns], const SharedTiles& shared, int slice, int stage, int first_row, int lane) {
+__device__ __forceinline__ void multiply_qk(Accumulator (&scores)[kRows][kColumns], const SharedTiles& shared,
+                                            int slice, int stage, int first_row, int lane) {
 #pragma unroll 2
     for (int feature = 0; feature < kSliceK; feature += kVector) {
         Vector16 k[kColumns];
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) k[j] = *reinterpret_cast<const Vector16*>(&shared.slices[stage][lane + j * kLanesPerRow][feature]);
+        for (int j = 0; j < kColumns; ++j)
+            k[j] = *reinterpret_cast<const Vector16*>(&shared.slices[stage][lane + j * kLanesPerRow][feature]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
-            const Vector16 q = *reinterpret_cast<const Vector16*>(&shared.q[first_row + i * kGroupsPerWarp][slice * kSliceK + feature]);
+            const Vector16 q = *reinterpret_cast<const Vector16*>(
+                &shared.q[first_row + i * kGroupsPerWarp][slice * kSliceK + feature]);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
-                for (int e = 0; e < kVector; ++e) scores[i][j] = multiply_add(q.values[e], k[j].values[e], scores[i][j]);
+                for (int e = 0; e < kVector; ++e)
+                    scores[i][j] = multiply_add(q.values[e], k[j].values[e], scores[i][j]);
             }
         }
     }
 }
 
 // Feature, inside a slice of V, of a lane's value number f.
-__device__ __forceinline__ int feature_of(int f, int lane) { return f / kGroup * kGroup * kLanesPerRow + lane * kGroup + f % kGroup; }
+__device__ __forceinline__ int feature_of(int f, int lane) {
+    return f / kGroup * kGroup * kLanesPerRow + lane * kGroup + f % kGroup;
+}
 
 // values = P[rows, keys] V[keys, slice]
-__device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatures], const SharedTiles& shared, int stage, int first_row, int lane) {
-    struct alignas(kGroup * sizeof(Accumulator)) Group { Accumulator values[kGroup]; };
+__device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatures], const SharedTiles& shared,
+                                            int stage, int first_row, int lane) {
+    struct alignas(kGroup * sizeof(Accumulator)) Group {
+        Accumulator values[kGroup];
+    };
 #pragma unroll 1
     for (int key = 0; key < kBlockN; key += kVector) {
         Vector16 weights[kRows];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) weights[i] = *reinterpret_cast<const Vector16*>(&shared.weights[first_row + i * kGroupsPerWarp][key]);
+        for (int i = 0; i < kRows; ++i)
+            weights[i] = *reinterpret_cast<const Vector16*>(&shared.weights[first_row + i * kGroupsPerWarp][key]);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
 #pragma unroll
@@ -137,7 +153,8 @@ __device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatur
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-                    for (int g = 0; g < kGroup; ++g) values[i][f + g] = multiply_add(weights[i].values[e], v.values[g], values[i][f + g]);
+                    for (int g = 0; g < kGroup; ++g)
+                        values[i][f + g] = multiply_add(weights[i].values[e], v.values[g], values[i][f + g]);
                 }
             }
         }
@@ -145,8 +162,9 @@ __device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatur
 }
 
 // Scores of one key tile -> logits. Tiles that every row sees whole, without bias, ALiBi and mask, need only the scale.
-__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, const TileKeys& keys, long long n_begin,
-                                                 int first_row, int lane, Accumulator (&scores)[kRows][kColumns]) {
+__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
+                                                 const TileKeys& keys, long long n_begin, int first_row, int lane,
+                                                 Accumulator (&scores)[kRows][kColumns]) {
     const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
     const bool per_row = kBiasDtype != 0 || kHasMask || at_edge || tile.alibi_slopes != nullptr;
 #pragma unroll
@@ -156,18 +174,22 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         if (per_row) {
             const RowContext row = row_context(params, tile, first_row + i * kGroupsPerWarp);
 #pragma unroll
-            for (int j = 0; j < kColumns; ++j) scores[i][j] = row_logit(params, row, scores[i][j], n_begin + lane + j * kLanesPerRow);
+            for (int j = 0; j < kColumns; ++j)
+                scores[i][j] = row_logit(params, row, scores[i][j], n_begin + lane + j * kLanesPerRow);
         }
     }
 }
 
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const OnlineSoftmax<kRows>& softmax,
-                                           const Accumulator (&o)[kNumSlicesV][kRows][kFeatures], int first_row, int lane) {
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
+                                           const OnlineSoftmax<kRows>& softmax,
+                                           const Accumulator (&o)[kNumSlicesV][kRows][kFeatures], int first_row,
+                                           int lane) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         Accumulator row_sum = softmax.row_sum[i];
 #pragma unroll
-        for (int distance = 16; distance >= kGroupsPerWarp; distance /= 2) row_sum += __shfl_xor_sync(0xffffffffu, row_sum, distance);
+        for (int distance = 16; distance >= kGroupsPerWarp; distance /= 2)
+            row_sum += __shfl_xor_sync(0xffffffffu, row_sum, distance);
         const Row row = row_at(params, tile, first_row + i * kGroupsPerWarp);
         if (!row.valid) continue;
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[i], row_sum);
@@ -179,7 +201,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
             for (int f = 0; f < kFeatures; f += kGroup) {
                 Accumulator values[kGroup];
 #pragma unroll
-                for (int g = 0; g < kGroup; ++g) values[g] = o[slice][i][f + g] * finished.multiplier / finished.divisor;
+                for (int g = 0; g < kGroup; ++g)
+                    values[g] = o[slice][i][f + g] * finished.multiplier / finished.divisor;
                 store_output(params, out, slice * kSliceV + feature_of(f, lane), values);
             }
         }
@@ -197,21 +220,28 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const TileKeys keys = tile_keys(params, tile);
 
     const auto load_q = [&](int slice) {
-        load_tile<kBlockM, kSliceK>(shared.q, slice * kSliceK, slice * kSliceK, params.head_dim, params.q_strides.column, [&](int tile_row) -> const char* {
-            const Row row = row_at(params, tile, tile_row);
-            return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
-        });
+        load_tile<kBlockM, kSliceK>(shared.q, slice * kSliceK, slice * kSliceK, params.head_dim,
+                                    params.q_strides.column, [&](int tile_row) -> const char* {
+                                        const Row row = row_at(params, tile, tile_row);
+                                        return row.valid ? tile.q + row.head * params.q_strides.head +
+                                                               row.query * params.q_strides.row
+                                                         : nullptr;
+                                    });
     };
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
     const auto load_k = [&](long long n_begin, int slice, int stage) {
-        load_tile<kBlockN, kSliceK>(shared.slices[stage], 0, slice * kSliceK, params.head_dim, params.k_strides.column, [&](int key) -> const char* {
-            return n_begin + key < keys.any.end ? tile.k + (n_begin + key) * params.k_strides.row : nullptr;
-        });
+        load_tile<kBlockN, kSliceK>(
+            shared.slices[stage], 0, slice * kSliceK, params.head_dim, params.k_strides.column,
+            [&](int key) -> const char* {
+                return n_begin + key < keys.any.end ? tile.k + (n_begin + key) * params.k_strides.row : nullptr;
+            });
     };
     const auto load_v = [&](long long n_begin, int slice, int stage) {
-        load_tile<kBlockN, kSliceV>(shared.slices[stage], 0, slice * kSliceV, params.head_dim_v, params.v_strides.column, [&](int key) -> const char* {
-            return n_begin + key < keys.any.end ? tile.v + (n_begin + key) * params.v_strides.row : nullptr;
-        });
+        load_tile<kBlockN, kSliceV>(
+            shared.slices[stage], 0, slice * kSliceV, params.head_dim_v, params.v_strides.column,
+            [&](int key) -> const char* {
+                return n_begin + key < keys.any.end ? tile.v + (n_begin + key) * params.v_strides.row : nullptr;
+            });
     };
     const auto next_slice_ready = [&] {
         cp_async_wait();
@@ -242,7 +272,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-            for (int j = 0; j < kColumns; ++j) shared.weights[first_row + i * kGroupsPerWarp][lane + j * kLanesPerRow] = scores[i][j];
+            for (int j = 0; j < kColumns; ++j)
+                shared.weights[first_row + i * kGroupsPerWarp][lane + j * kLanesPerRow] = scores[i][j];
         }
         __syncwarp();
 
@@ -256,7 +287,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-                for (int f = 0; f < kFeatures; ++f) o[slice][i][f] = multiply_add(o[slice][i][f], correction[i], values[i][f]);
+                for (int f = 0; f < kFeatures; ++f)
+                    o[slice][i][f] = multiply_add(o[slice][i][f], correction[i], values[i][f]);
             }
         }
     }
@@ -266,7 +298,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
-cuflash_forward_scalar(const __grid_constant__ cuflash::AttentionParams params) {
+    cuflash_forward_scalar(const __grid_constant__ cuflash::AttentionParams params) {
     extern __shared__ __align__(16) char shared_memory[];
     cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
 }

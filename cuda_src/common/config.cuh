@@ -1,5 +1,5 @@
-// Build-time choices: CUFLASH_* macros from the generated entry file become typed constants. Every macro has a default, so that
-// each .cu compiles alone; nothing below this header looks at a macro.
+// Build-time choices: CUFLASH_* macros from the generated entry file become typed constants. Every macro has a default,
+// so that each .cu compiles alone; nothing below this header looks at a macro.
 #pragma once
 
 #define CUFLASH_FLOAT16 1

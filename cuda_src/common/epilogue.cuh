@@ -13,7 +13,8 @@ struct FinishedRow {
 };
 
 // `row_sum` is the sum over all keys, relative to `row_max`.
-__device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row, Accumulator row_max, Accumulator row_sum) {
+__device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row,
+                                                  Accumulator row_max, Accumulator row_sum) {
     Accumulator multiplier = 1;
     if (tile.sinks) {
         const Accumulator sink = load_float(tile.sinks + row.head * params.sink_strides.head, params.sink_dtype);
@@ -24,7 +25,8 @@ __device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params,
         row_max = new_max;
     }
     const bool sees_nothing = row_sum == 0;
-    return {multiplier, sees_nothing ? Accumulator(1) : row_sum, sees_nothing ? -infinity() : row_max + logarithm(row_sum)};
+    return {multiplier, sees_nothing ? Accumulator(1) : row_sum,
+            sees_nothing ? -infinity() : row_max + logarithm(row_sum)};
 }
 
 __device__ __forceinline__ char* output_row(const AttentionParams& params, const TileMap& tile, const Row& row) {
@@ -32,14 +34,18 @@ __device__ __forceinline__ char* output_row(const AttentionParams& params, const
 }
 
 // Stores the lse if the caller wants it. Called by one lane per row.
-__device__ __forceinline__ void store_lse(const AttentionParams& params, const TileMap& tile, const Row& row, Accumulator lse) {
+__device__ __forceinline__ void store_lse(const AttentionParams& params, const TileMap& tile, const Row& row,
+                                          Accumulator lse) {
     if (tile.lse) store_bits(tile.lse + row.head * params.lse_strides.head + row.query * params.lse_strides.row, lse);
 }
 
 // Stores kCount neighbouring features from `column` on.
 template <int kCount>
-__device__ __forceinline__ void store_output(const AttentionParams& params, char* row, int column, const Accumulator (&values)[kCount]) {
-    struct alignas(kCount * sizeof(OutElement)) Packed { OutElement elements[kCount]; };
+__device__ __forceinline__ void store_output(const AttentionParams& params, char* row, int column,
+                                             const Accumulator (&values)[kCount]) {
+    struct alignas(kCount * sizeof(OutElement)) Packed {
+        OutElement elements[kCount];
+    };
     if constexpr (kVectorLoads && (kCount & (kCount - 1)) == 0 && sizeof(Packed) <= 16) {
         if (column + kCount <= params.head_dim_v) {
             Packed packed;
@@ -51,7 +57,8 @@ __device__ __forceinline__ void store_output(const AttentionParams& params, char
     }
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {
-        if (column + e < params.head_dim_v) store_bits(row + (column + e) * params.out_strides.column, to_output(values[e]));
+        if (column + e < params.head_dim_v)
+            store_bits(row + (column + e) * params.out_strides.column, to_output(values[e]));
     }
 }
 

@@ -16,7 +16,8 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
     return {max(position - params.window_left, 0LL), min(position + params.window_right + 1, tile.seqlen_k)};
 }
 
-// Ranges that hold for a whole tile. Both ends of a row's range grow with its query, so the first and the last row decide.
+// Ranges that hold for a whole tile. Both ends of a row's range grow with its query, so the first and the last row
+// decide.
 struct TileKeys {
     KeyRange any;  // outside: no row sees the key
     KeyRange all;  // inside: every row does

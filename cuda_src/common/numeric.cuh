@@ -7,14 +7,33 @@
 namespace cuflash {
 
 // Bits of an array element; arithmetic happens in Accumulator.
-template <int dtype> struct ElementOf;
-template <> struct ElementOf<CUFLASH_FLOAT16> { using Type = unsigned short; };
-template <> struct ElementOf<CUFLASH_BFLOAT16> { using Type = unsigned short; };
-template <> struct ElementOf<CUFLASH_FLOAT32> { using Type = float; };
-template <> struct ElementOf<CUFLASH_FLOAT64> { using Type = double; };
+template <int dtype>
+struct ElementOf;
+template <>
+struct ElementOf<CUFLASH_FLOAT16> {
+    using Type = unsigned short;
+};
+template <>
+struct ElementOf<CUFLASH_BFLOAT16> {
+    using Type = unsigned short;
+};
+template <>
+struct ElementOf<CUFLASH_FLOAT32> {
+    using Type = float;
+};
+template <>
+struct ElementOf<CUFLASH_FLOAT64> {
+    using Type = double;
+};
 
-template <int dtype> struct AccumulatorOf { using Type = float; };
-template <> struct AccumulatorOf<CUFLASH_FLOAT64> { using Type = double; };
+template <int dtype>
+struct AccumulatorOf {
+    using Type = float;
+};
+template <>
+struct AccumulatorOf<CUFLASH_FLOAT64> {
+    using Type = double;
+};
 
 using Element = ElementOf<kDtype>::Type;
 using OutElement = ElementOf<kOutDtype>::Type;
@@ -80,7 +99,8 @@ __device__ __forceinline__ Accumulator load_float(const char* address, int dtype
     }
 }
 
-// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range saturate.
+// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
+// saturate.
 __device__ __forceinline__ long long load_integer(const char* address, int size) {
     switch (size) {
         case -1: return load_bits<signed char>(address);
@@ -97,7 +117,8 @@ __device__ __forceinline__ long long load_integer(const char* address, int size)
     }
 }
 
-// Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is exact.
+// Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is
+// exact.
 __device__ __forceinline__ float narrow_to_odd(double value) {
     const float truncated = __double2float_rz(value);
     const bool exact = static_cast<double>(truncated) == value || value != value;
@@ -112,7 +133,11 @@ __device__ __forceinline__ OutElement to_output(Accumulator value) {
 }
 
 // The largest vector that one load or store instruction moves.
-struct __align__(16) Vector16 { Accumulator values[16 / sizeof(Accumulator)]; };
-struct __align__(16) Elements16 { Element values[16 / sizeof(Element)]; };
+struct __align__(16) Vector16 {
+    Accumulator values[16 / sizeof(Accumulator)];
+};
+struct __align__(16) Elements16 {
+    Element values[16 / sizeof(Element)];
+};
 
 }  // namespace cuflash

@@ -1,12 +1,13 @@
-// The run-time arguments of every forward kernel, one struct passed by value. cuflash/params.py mirrors it field by field.
+// The run-time arguments of every forward kernel, one struct passed by value. cuflash/params.py mirrors it field by
+// field.
 #pragma once
 
 namespace cuflash {
 
 constexpr int kBatchAxes = 4;
 
-// Bytes from element to element. Axes that an array lacks have stride 0. `row` is the query or key axis, `column` the feature
-// (for bias and mask: the key) axis.
+// Bytes from element to element. Axes that an array lacks have stride 0. `row` is the query or key axis, `column` the
+// feature (for bias and mask: the key) axis.
 struct Strides {
     long long batch[kBatchAxes];
     long long head;
@@ -22,9 +23,9 @@ struct AttentionParams {
     char* lse;  // null: not wanted
     const char* bias;
     const char* mask;
-    const char* alibi_slopes;    // null: none
-    const char* sinks;           // null: none
-    const char* query_offsets;   // null: query_offset holds for every batch
+    const char* alibi_slopes;   // null: none
+    const char* sinks;          // null: none
+    const char* query_offsets;  // null: query_offset holds for every batch
     const char* cu_seqlens_q;
     const char* cu_seqlens_k;
 
@@ -34,7 +35,7 @@ struct AttentionParams {
     Strides v_strides;
     Strides out_strides;
     Strides lse_strides;
-    long long seqlen_q;      // packed sequences: tokens in all
+    long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;
     long long query_offset;
     long long num_m_blocks;  // tiles along the rows of one head (packed sequences: upper bound over all of them)
@@ -49,8 +50,8 @@ struct AttentionParams {
     long long cu_seqlens_q_stride;
     long long cu_seqlens_k_stride;
     long long batch_shape[kBatchAxes];
-    long long num_batches;   // product of batch_shape; packed sequences: 1
-    long long num_sequences; // packed sequences only
+    long long num_batches;    // product of batch_shape; packed sequences: 1
+    long long num_sequences;  // packed sequences only
     long long window_left;
     long long window_right;
 
@@ -58,13 +59,13 @@ struct AttentionParams {
     double softcap;
 
     int num_heads_q;
-    int group_size;         // query heads per key head
-    int packed_heads;       // query heads that share a tile: 1 or group_size
+    int group_size;    // query heads per key head
+    int packed_heads;  // query heads that share a tile: 1 or group_size
     int head_dim;
     int head_dim_v;
-    int longest_first;      // last row blocks have the most keys: start them first
-    int offset_from_lengths; // query_offset is seqlen_k - seqlen_q of each packed sequence
-    int alibi_dtype;        // CUFLASH_FLOAT16 ...
+    int longest_first;        // last row blocks have the most keys: start them first
+    int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each packed sequence
+    int alibi_dtype;          // CUFLASH_FLOAT16 ...
     int sink_dtype;
     int query_offset_size;  // bytes, negative when signed
     int cu_seqlens_q_size;

@@ -45,7 +45,8 @@ __device__ __forceinline__ Accumulator scaled_score(const AttentionParams& param
 }
 
 // Bias, ALiBi, mask array and visible range. `key` may lie outside the visible range; nothing is read for it then.
-__device__ __forceinline__ Accumulator row_logit(const AttentionParams& params, const RowContext& row, Accumulator scaled, long long key) {
+__device__ __forceinline__ Accumulator row_logit(const AttentionParams& params, const RowContext& row,
+                                                 Accumulator scaled, long long key) {
     if (key < row.visible.begin || key >= row.visible.end) return -infinity();
     Accumulator logit = scaled;
     bool hidden = false;

@@ -1,9 +1,9 @@
-// The row map: which head, query and output row a row of a tile stands for - dense or packed sequences, one head per tile or the
-// query heads of a group packed into it. Everything after this header works per row and does not know the difference.
+// The row map: which head, query and output row a row of a tile stands for - dense or packed sequences, one head per
+// tile or the query heads of a group packed into it. Everything after this header works per row and does not know the
+// difference.
 #pragma once
 
-#include "common/numeric.cuh"
-#include "common/params.cuh"
+#include "common/segment.cuh"
 
 namespace cuflash {
 
@@ -32,11 +32,6 @@ struct Row {
     bool valid;
 };
 
-__device__ __forceinline__ long long divide(long long a, long long b) {
-    if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
-    return a / b;
-}
-
 __device__ __forceinline__ Row row_at(const AttentionParams& params, const TileMap& tile, int tile_row) {
     const long long row = tile.row_begin + tile_row;
     if (params.packed_heads == 1) return {row, 0, row < tile.num_rows};
@@ -44,80 +39,8 @@ __device__ __forceinline__ Row row_at(const AttentionParams& params, const TileM
     return {query, static_cast<int>(row - query * params.packed_heads), row < tile.num_rows};
 }
 
-struct Segment {
-    long long index;  // sequence number; -1 and num_sequences for tokens before the first and behind the last
-    long long begin;
-    long long end;
-    long long tile;   // of this block, counted inside the segment
-};
-
-// Boundary i of the packed queries, kept inside the array; the caller keeps it from falling.
-__device__ __forceinline__ long long query_boundary(const AttentionParams& params, long long i) {
-    if (i > params.num_sequences) return params.seqlen_q;
-    const long long value = load_integer(params.cu_seqlens_q + i * params.cu_seqlens_q_stride, params.cu_seqlens_q_size);
-    return min(max(value, 0LL), params.seqlen_q);
-}
-
-// Finds the segment that holds tile number `tile`, by a running sum over all sequences. Called by the 32 lanes of one warp together.
-// Boundaries that fall are raised to their predecessor, so segments are disjoint and cover every token whatever the values.
-__device__ __forceinline__ bool find_segment(const AttentionParams& params, long long tile, Segment& found) {
-    constexpr int kPerLane = 4;
-    constexpr unsigned int kAllLanes = 0xffffffffu;
-    const int lane = threadIdx.x & 31;
-    long long chunk_begin = 0;  // token at which this chunk of boundaries starts
-    long long tiles_before = 0;
-    const long long num_boundaries = params.num_sequences + 2;
-    for (long long first = 0; first < num_boundaries; first += 32 * kPerLane) {
-        long long ends[kPerLane];
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) ends[i] = query_boundary(params, first + lane * kPerLane + i);
-#pragma unroll
-        for (int i = 1; i < kPerLane; ++i) ends[i] = max(ends[i], ends[i - 1]);
-        long long highest = ends[kPerLane - 1];
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const long long other = __shfl_up_sync(kAllLanes, highest, distance);
-            if (lane >= distance) highest = max(highest, other);
-        }
-        long long begin = __shfl_up_sync(kAllLanes, highest, 1);
-        begin = lane == 0 ? chunk_begin : max(begin, chunk_begin);
-
-        long long num_tiles = 0;
-        long long segment_begin = begin;
-#pragma unroll
-        for (int i = 0; i < kPerLane; ++i) {
-            ends[i] = max(ends[i], segment_begin);
-            num_tiles += divide((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1, kBlockM);
-            segment_begin = ends[i];
-        }
-        long long running = num_tiles;
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const long long other = __shfl_up_sync(kAllLanes, running, distance);
-            if (lane >= distance) running += other;
-        }
-        const unsigned int owners = __ballot_sync(kAllLanes, tile < tiles_before + running);
-        if (owners != 0) {
-            if (lane == __ffs(owners) - 1) {
-                long long remaining = tile - tiles_before - (running - num_tiles);
-                segment_begin = begin;
-                for (int i = 0; i < kPerLane; ++i) {
-                    const long long tiles = divide((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1, kBlockM);
-                    if (remaining < tiles) {
-                        found = {first + lane * kPerLane + i - 1, segment_begin, ends[i], remaining};
-                        break;
-                    }
-                    remaining -= tiles;
-                    segment_begin = ends[i];
-                }
-            }
-            return (owners & (1u << lane)) != 0 && lane == __ffs(owners) - 1;
-        }
-        chunk_begin = max(chunk_begin, __shfl_sync(kAllLanes, highest, 31));
-        tiles_before += __shfl_sync(kAllLanes, running, 31);
-    }
-    return false;
-}
-
-__device__ __forceinline__ void map_packed_sequence(const AttentionParams& params, const Segment& segment, int head, TileMap& tile) {
+__device__ __forceinline__ void map_packed_sequence(const AttentionParams& params, const Segment& segment, int head,
+                                                    TileMap& tile) {
     const long long begin_q = segment.begin;
     const bool is_sequence = segment.index >= 0 && segment.index < params.num_sequences;
     long long begin_k = 0;
@@ -137,8 +60,12 @@ __device__ __forceinline__ void map_packed_sequence(const AttentionParams& param
     tile.lse = params.lse ? params.lse + head * params.lse_strides.head + begin_q * params.lse_strides.row : nullptr;
     tile.bias = nullptr;
     tile.mask = nullptr;
-    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + sequence * params.alibi_strides.batch[0] + head * params.alibi_strides.head : nullptr;
-    tile.sinks = params.sinks && is_sequence ? params.sinks + sequence * params.sink_strides.batch[0] + head * params.sink_strides.head : nullptr;
+    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + sequence * params.alibi_strides.batch[0] +
+                                                  head * params.alibi_strides.head
+                                            : nullptr;
+    tile.sinks = params.sinks && is_sequence
+                     ? params.sinks + sequence * params.sink_strides.batch[0] + head * params.sink_strides.head
+                     : nullptr;
     tile.seqlen_q = segment.end - segment.begin;
     tile.seqlen_k = end_k - begin_k;
     tile.query_offset = params.offset_from_lengths ? tile.seqlen_k - tile.seqlen_q : params.query_offset;
@@ -153,7 +80,8 @@ __device__ __forceinline__ long long batch_offset(const Strides& strides, const 
     return offset;
 }
 
-__device__ __forceinline__ void map_dense(const AttentionParams& params, long long batch, int head, long long m_block, TileMap& tile) {
+__device__ __forceinline__ void map_dense(const AttentionParams& params, long long batch, int head, long long m_block,
+                                          TileMap& tile) {
     long long at[kBatchAxes];
 #pragma unroll
     for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
@@ -166,11 +94,15 @@ __device__ __forceinline__ void map_dense(const AttentionParams& params, long lo
     tile.k = params.k + batch_offset(params.k_strides, at) + head_kv * params.k_strides.head;
     tile.v = params.v + batch_offset(params.v_strides, at) + head_kv * params.v_strides.head;
     tile.out = params.out + batch_offset(params.out_strides, at) + head * params.out_strides.head;
-    tile.lse = params.lse ? params.lse + batch_offset(params.lse_strides, at) + head * params.lse_strides.head : nullptr;
+    tile.lse =
+        params.lse ? params.lse + batch_offset(params.lse_strides, at) + head * params.lse_strides.head : nullptr;
     tile.bias = params.bias + batch_offset(params.bias_strides, at) + head * params.bias_strides.head;
     tile.mask = params.mask + batch_offset(params.mask_strides, at) + head * params.mask_strides.head;
-    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + batch_offset(params.alibi_strides, at) + head * params.alibi_strides.head : nullptr;
-    tile.sinks = params.sinks ? params.sinks + batch_offset(params.sink_strides, at) + head * params.sink_strides.head : nullptr;
+    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + batch_offset(params.alibi_strides, at) +
+                                                  head * params.alibi_strides.head
+                                            : nullptr;
+    tile.sinks =
+        params.sinks ? params.sinks + batch_offset(params.sink_strides, at) + head * params.sink_strides.head : nullptr;
     tile.seqlen_q = params.seqlen_q;
     tile.seqlen_k = params.seqlen_k;
     tile.query_offset = params.query_offset;

@@ -6,7 +6,9 @@
 namespace cuflash {
 
 // A maximum to subtract: 0 in place of -inf, so that rows without a visible key give exp(-inf) = 0 and no NaN.
-__device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) { return row_max == -infinity() ? Accumulator(0) : row_max; }
+__device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) {
+    return row_max == -infinity() ? Accumulator(0) : row_max;
+}
 
 template <int kRows>
 struct OnlineSoftmax {
@@ -21,10 +23,12 @@ struct OnlineSoftmax {
         }
     }
 
-    // Turns the logits of one key tile into weights relative to the new maximum; `correction` is what earlier results must be
-    // multiplied by. `reduce_max` takes the maximum over the lanes that share a row and is called by all of them.
+    // Turns the logits of one key tile into weights relative to the new maximum; `correction` is what earlier results
+    // must be multiplied by. `reduce_max` takes the maximum over the lanes that share a row and is called by all of
+    // them.
     template <int kColumns, typename ReduceMax>
-    __device__ __forceinline__ void update(Accumulator (&logits)[kRows][kColumns], Accumulator (&correction)[kRows], ReduceMax reduce_max) {
+    __device__ __forceinline__ void update(Accumulator (&logits)[kRows][kColumns], Accumulator (&correction)[kRows],
+                                           ReduceMax reduce_max) {
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             Accumulator tile_max = logits[i][0];

@@ -1,5 +1,5 @@
-// Conversions between float and the 16-bit formats, one instruction per function. Written in PTX because cuda_fp16.h and cuda_bf16.h
-// cost more compile time than a kernel of ours.
+// Conversions between float and the 16-bit formats, one instruction per function. Written in PTX because cuda_fp16.h
+// and cuda_bf16.h cost more compile time than a kernel of ours.
 #pragma once
 
 namespace cuflash {
@@ -10,8 +10,8 @@ __device__ __forceinline__ float float_from_half_bits(unsigned short bits) {
     return value;
 }
 
-// The result passes through a 32-bit register: the assembler of CUDA 13.0 turns a byte store of a 16-bit float register into a
-// conversion of the float's value to an integer.
+// The result passes through a 32-bit register: the assembler of CUDA 13.0 turns a byte store of a 16-bit float register
+// into a conversion of the float's value to an integer.
 __device__ __forceinline__ unsigned short half_bits_from_float(float value) {
     unsigned int bits;
     asm("{ .reg .b16 half; cvt.rn.f16.f32 half, %1; mov.b32 %0, {half, 0}; }" : "=r"(bits) : "f"(value));

@@ -3,8 +3,8 @@
 
 namespace cuflash {
 
-// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read). Both addresses on 16-byte boundaries.
-// Visible to this thread after cp_async_wait(), to the block after a barrier behind that.
+// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read). Both addresses on 16-byte
+// boundaries. Visible to this thread after cp_async_wait(), to the block after a barrier behind that.
 __device__ __forceinline__ void cp_async_16(void* shared_target, const void* source, bool valid) {
 #if __CUDA_ARCH__ >= 800
     const unsigned int target = static_cast<unsigned int>(__cvta_generic_to_shared(shared_target));
