@@ -146,6 +146,8 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
 
 
 def _brief(x: Any) -> str:
+    if isinstance(x, int) and x.bit_length() > 128:
+        return f"an int of {x.bit_length()} bits"
     if isinstance(x, (bool, int, float, complex, str, np.generic)):
         return f"{x!r}"
     return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "")
@@ -163,7 +165,7 @@ def parse_window(window: Any, right: int | None) -> tuple[int | None, int | None
     for name, side in zip(("window[0] (left)", "window[1] (right)"), window, strict=True):
         value = None if side is None else parse_integer(name, side, "a non-negative int, or None for an open side")
         if value is not None and value < 0:
-            raise ValueError(f"{name} is {value}, expected a non-negative int; None leaves that side open")
+            raise ValueError(f"{name} is {_brief(value)}, expected a non-negative int; None leaves that side open")
         sides.append(None if value is None else min(value, 2**61))
     left, window_right = sides
     return left, window_right if right is None else right
