@@ -169,7 +169,10 @@ SCALARS = [
     ),
     bad("scale-0d", TypeError, ("scale is", "of shape ()", "finite real number"), given(scale=zeros())),
     bad("scale-1e39", ValueError, ("scale is 1e+39", "float32"), given(scale=1e39)),
-    bad("scale-overflow", ValueError, ("scale is 1000", "finite real number"), given(scale=10**400)),
+    bad("scale-overflow", ValueError, ("scale is an int of 1329 bits", "finite real number"), given(scale=10**400)),
+    bad(
+        "window-huge", ValueError, ("window[0] (left) is an int of 16610 bits", "None"), given(window=(-(10**5000), 1))
+    ),
     *(
         bad(f"softcap-{value}", ValueError, (f"softcap is {value}", "expected", "None"), given(softcap=value))
         for value in (0, 0.0, -2.5, np.nan, np.inf)
