@@ -111,7 +111,6 @@ class Resources(NamedTuple):
     stack_bytes: int
     seconds: float
     """Time to compile."""
-    cubin: bytes
 
 
 def compile_offline(kernel: str, macros: Macros, arch: str, extra_source: str = "") -> Resources:
@@ -125,22 +124,21 @@ def compile_offline(kernel: str, macros: Macros, arch: str, extra_source: str = 
         options = (*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v")
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
-        cubin = nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         raise KernelCompileError(f"{text.partition(chr(10))[0]}: {error}\n{nvrtc.getProgramLog(program)}") from error
     finally:
         nvrtc.destroyProgram(program)
-    return parse_resources(log, time.perf_counter() - begin, cubin)
+    return parse_resources(log, time.perf_counter() - begin)
 
 
-def parse_resources(log: str, seconds: float, cubin: bytes = b"") -> Resources:
+def parse_resources(log: str, seconds: float) -> Resources:
     """Read the assembler's report (`--ptxas-options=-v`)."""
     registers = re.search(r"Used (\d+) registers", log)
     if registers is None:
         raise KernelCompileError(f"the compiler's log names no registers:\n{log}")
     spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", log))
     stack = re.search(r"(\d+) bytes stack frame", log)
-    return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds, cubin)
+    return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds)
 
 
 def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:

@@ -6,6 +6,7 @@ import inspect as signatures
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import numpy as np
 from . import arrays, knobs
 from .compile import KernelCompileError, compile_offline, entry_text, kernel_function, source_digest
 from .dense import attention
+from .host import check_settings
 from .kernels import CPU_KERNEL, KERNELS, Device, device_of
-from .plan import Plan, make_plan, refusals
+from .plan import Macros, Plan, make_plan, refusals
 from .problem import Problem, describe_attention, describe_varlen
 from .varlen import attention_varlen
 
@@ -114,16 +116,13 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     >>> cuflash.explain(cuflash.attention, x, x, x, causal=True, device=90).kernel
     'forward_scalar'
     """
-    problem, gpu, device_id = _describe(function, args, options, device)
+    problem, gpu, _ = _describe(function, args, options, device)
     chosen = knobs.settings()
     if gpu is None:
-        if chosen.kernel not in ("", CPU_KERNEL):
-            raise ValueError(f"kernel {chosen.kernel!r} cannot serve this call: it needs GPU arrays, these are NumPy's")
-        if chosen.tile:
-            raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
+        check_settings(chosen)
         return Explanation(problem, CPU_KERNEL, "", None, None, 0, knobs.num_threads(), 0, 0, None, None, ())
     plan = make_plan(problem, gpu, chosen)
-    registers, spills = _resources(plan, gpu, device_id)
+    registers, spills = _resources(plan, gpu)
     ahead = []
     for name, reason in refusals(problem, gpu):
         if name == plan.kernel:
@@ -223,7 +222,8 @@ def _device_number(x: Any) -> int:
     return arrays.inspect("q", x).device
 
 
-def _resources(plan: Plan, device: Device, device_id: int) -> tuple[int | None, int | None]:
+def _resources(plan: Plan, device: Device) -> tuple[int | None, int | None]:
+    """Registers and spilled bytes; None where the call launches nothing, or where no compiler knows the device."""
     if plan.num_blocks == 0:
         return None, None
     try:
@@ -232,15 +232,10 @@ def _resources(plan: Plan, device: Device, device_id: int) -> tuple[int | None, 
         return None, None
 
 
-_resource_cache: dict[Any, tuple[int, int]] = {}
-
-
-def _compiled_resources(kernel: str, macros: Any, arch: str) -> tuple[int, int]:
-    key = (kernel, macros, arch)
-    if key not in _resource_cache:
-        resources = compile_offline(kernel, macros, arch)
-        _resource_cache[key] = (resources.registers, resources.spill_bytes)
-    return _resource_cache[key]
+@lru_cache(maxsize=256)
+def _compiled_resources(kernel: str, macros: Macros, arch: str) -> tuple[int, int]:
+    resources = compile_offline(kernel, macros, arch)
+    return resources.registers, resources.spill_bytes
 
 
 def show_config() -> None:

@@ -17,10 +17,7 @@ from .problem import Operand, Problem, result_rows
 
 def execute_on_host(problem: Problem, infos: dict[str, ArrayInfo], chosen: Settings, out: Any, lse: Any) -> Any:
     """Compute a problem of NumPy arrays; `out` and `lse` are the caller's own objects, which are returned if given."""
-    if chosen.kernel not in ("", CPU_KERNEL):
-        raise ValueError(f"kernel {chosen.kernel!r} cannot serve this call: it needs GPU arrays, these are NumPy's")
-    if chosen.tile:
-        raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
+    check_settings(chosen)
     if chosen.log:
         print(f"cuflash: {problem} -> {CPU_KERNEL}", file=sys.stderr)
     rows = result_rows(problem)
@@ -34,6 +31,14 @@ def execute_on_host(problem: Problem, infos: dict[str, ArrayInfo], chosen: Setti
     else:
         cpu.attention(problem, arrays)
     return out if problem.lse is None else (out, lse)
+
+
+def check_settings(chosen: Settings) -> None:
+    """Raise ValueError if `options(kernel=..., tile=...)` asks for what the NumPy back end is not."""
+    if chosen.kernel not in ("", CPU_KERNEL):
+        raise ValueError(f"kernel {chosen.kernel!r} cannot serve this call: it needs GPU arrays, these are NumPy's")
+    if chosen.tile:
+        raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
 
 
 def _allocate(shape: tuple[int, ...], operand: Operand) -> np.ndarray:

@@ -30,7 +30,7 @@ from .params import (
     pack_pointers_into,
     pack_problem_lengths,
 )
-from .plan import MAX_GRID, Plan, make_plan, rows_worth_a_tile
+from .plan import MAX_GRID, Plan, heads_per_tile, make_plan, rows_worth_a_tile
 from .problem import Operand, Problem, result_rows
 
 CACHE_SIZE = 4096
@@ -94,7 +94,7 @@ class Form:
             not same_layout
             or seqlen_k != v.shape[-2]
             or not 0 < num_blocks <= MAX_GRID
-            or plan.packed_heads != (group_size if seqlen_q < tile.block_m else 1)
+            or plan.packed_heads != heads_per_tile(seqlen_q, group_size, tile)
             or plan.useful_rows != rows_worth_a_tile(seqlen_q, group_size, num_planes, device_info(self.device_id))
         ):
             return None

@@ -63,7 +63,7 @@ def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
     useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device)
     kernel, tile, macros, shared_memory = _choose(problem, device, settings, useful_rows)
 
-    packed_heads = group_size if average_rows < tile.block_m else 1
+    packed_heads = heads_per_tile(average_rows, group_size, tile)
     num_rows = seqlen_q * packed_heads
     batch_axes: Axes = ()
     outer_axes: Axes = ()
@@ -112,6 +112,11 @@ def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Devic
     """
     limit = min(rows * group_size, rows * num_planes // device.num_multiprocessors)
     return max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
+
+
+def heads_per_tile(rows: int, group_size: int, tile: Tile) -> int:
+    """Query heads that share a tile: all of a group where one head's rows do not fill it, else one."""
+    return group_size if rows < tile.block_m else 1
 
 
 class _Choice(NamedTuple):

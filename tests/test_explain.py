@@ -50,7 +50,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("no NVRTC")
 
     monkeypatch.setattr(explain_module, "compile_offline", missing)
-    monkeypatch.setattr(explain_module, "_resource_cache", {})
+    explain_module._compiled_resources.cache_clear()
 
 
 def test_numpy_arrays() -> None:

@@ -366,32 +366,18 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("calls", "max_examples"),
+    [
+        pytest.param(dense_calls(gpu=True), 100, id="dense"),
+        pytest.param(alike_calls(), 300, id="alike"),
+        pytest.param(packed_calls(gpu=True), 50, id="packed"),
+    ],
+)
 @pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_dense_on_the_gpu(spec: KernelSpec) -> None:
-    @settings(SETTINGS, max_examples=100)
-    @given(dense_calls(gpu=True))
-    def right(call: Call) -> None:
-        _assert_right_twice_on_gpu(spec, call)
-
-    right()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_alike_on_the_gpu(spec: KernelSpec) -> None:
-    @settings(SETTINGS, max_examples=300)
-    @given(alike_calls())
-    def right(call: Call) -> None:
-        _assert_right_twice_on_gpu(spec, call)
-
-    right()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-def test_packed_on_the_gpu(spec: KernelSpec) -> None:
-    @settings(SETTINGS, max_examples=50)
-    @given(packed_calls(gpu=True))
+def test_on_the_gpu(spec: KernelSpec, calls: st.SearchStrategy[Call], max_examples: int) -> None:
+    @settings(SETTINGS, max_examples=max_examples)
+    @given(calls)
     def right(call: Call) -> None:
         _assert_right_twice_on_gpu(spec, call)
 
