@@ -31,7 +31,7 @@ pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 SECONDS_PER_KERNEL = 6.0
-"""Limit; generous, because test machines run several compilers per core. The aim is 1.5 s on an idle core."""
+"""Limit of processor time; generous, as test machines have slow cores. The aim is 1.5 s on a fast one."""
 
 
 def _info(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
