@@ -17,7 +17,7 @@
 #include "common/epilogue.cuh"
 #include "common/score.cuh"
 #include "common/softmax.cuh"
-#include "ptx/cp_async.cuh"
+#include "common/tile.cuh"
 
 namespace cuflash {
 
@@ -53,47 +53,6 @@ struct SharedTiles {
     Accumulator weights[kBlockM][kBlockN + kVector];
     TileMap tile;
 };
-
-// Copies a [kNumRows][kWidth] piece into shared memory, widened. `row_address` gives a row's address, or null for a row
-// of zeros.
-template <int kNumRows, int kWidth, int kPitch, typename RowAddress>
-__device__ __forceinline__ void load_tile(Accumulator (*target)[kPitch], int target_column, int first_feature,
-                                          int num_features, long long feature_stride, RowAddress row_address) {
-    if constexpr (kVectorLoads) {
-        constexpr int kElements = 16 / sizeof(Element);
-        constexpr int kChunks = kWidth / kElements;
-        for (int chunk = threadIdx.x; chunk < kNumRows * kChunks; chunk += kThreads) {
-            const int row = chunk / kChunks;
-            const int column = chunk % kChunks * kElements;
-            const char* source = row_address(row);
-            const bool valid = source != nullptr && first_feature + column < num_features;
-            source += (first_feature + column) * static_cast<int>(sizeof(Element));
-            Accumulator* shared = &target[row][target_column + column];
-            if constexpr (sizeof(Element) == sizeof(Accumulator)) {
-                cp_async_16(shared, source, valid);
-            } else {
-                Elements16 elements = {};
-                if (valid) elements = *reinterpret_cast<const Elements16*>(source);
-#pragma unroll
-                for (int e = 0; e < kElements; e += kVector) {
-                    Vector16 vector;
-#pragma unroll
-                    for (int i = 0; i < kVector; ++i) vector.values[i] = widen<kDtype>(elements.values[e + i]);
-                    *reinterpret_cast<Vector16*>(shared + e) = vector;
-                }
-            }
-        }
-    } else {
-        for (int element = threadIdx.x; element < kNumRows * kWidth; element += kThreads) {
-            const int row = element / kWidth;
-            const int column = element % kWidth;
-            const char* source = row_address(row);
-            const bool valid = source != nullptr && first_feature + column < num_features;
-            target[row][target_column + column] =
-                valid ? load_as<kDtype>(source + (first_feature + column) * feature_stride) : Accumulator(0);
-        }
-    }
-}
 
 struct LaneMaximum {
     __device__ __forceinline__ Accumulator operator()(Accumulator value) const {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .arrays import FLOAT_NAMES
+from .arrays import FLOAT_NAMES, ITEMSIZE
 from .problem import Problem
 
 CPU_KERNEL = "cpu"
@@ -76,6 +76,8 @@ class KernelSpec(NamedTuple):
     """Bytes of shared memory per block."""
     min_blocks: Callable[[Problem, Tile, Device], int]
     """Blocks per multiprocessor for which the compiler keeps registers free."""
+    limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
+    """What else the kernel refuses, as a sentence."""
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         """Return None if the kernel serves the problem on the device, else the reason as a sentence."""
@@ -91,6 +93,9 @@ class KernelSpec(NamedTuple):
             missing = [name for name in used_features(problem) if name not in self.features]
             if missing:
                 return f"does not implement {', '.join(missing)}"
+        limit = self.limits(problem, device)
+        if limit is not None:
+            return limit
         if not self.tiles(problem, device):
             head_dims = f"{problem.head_dim}/{problem.head_dim_v}"
             return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
@@ -190,7 +195,91 @@ def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
 
 
+def wmma_bucket(head_dim: int) -> int:
+    """Multiples of 16 up to 96, then of 32."""
+    return _round_up(head_dim, 16 if head_dim <= 96 else 32)
+
+
+def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
+    """Bytes of `SharedTiles` in forward_wmma.cu."""
+    bucket, bucket_v = wmma_bucket(problem.head_dim), wmma_bucket(problem.head_dim_v)
+    itemsize = ITEMSIZE[problem.dtype]
+    q_and_k = (tile.block_m + tile.block_n) * (bucket * itemsize + 16)
+    v = tile.block_n * (bucket_v + 8) * itemsize
+    scores = tile.block_m * (tile.block_n + 8) * 4
+    factors = tile.block_m * 4
+    return _round_up(q_and_k + v + scores + factors + _TILE_MAP_BYTES + 4 * 8 + 4, 32)
+
+
+def wmma_limits(problem: Problem, device: Device) -> str | None:
+    """Refuse float32 that is to be float32, and formats that the device does not multiply."""
+    if problem.dtype == "float32" and problem.precision != "tf32":
+        return "multiplies float32 as tf32, and only under precision='tf32'"
+    if problem.dtype != "float16" and device.compute_capability < 80:
+        name = "tf32" if problem.dtype == "float32" else problem.dtype
+        return f"multiplies {name} from sm_80 on, the device is {device.arch}"
+    return None
+
+
+_WMMA_TILES = (
+    Tile(128, 64, 128), Tile(128, 32, 128), Tile(128, 64, 256), Tile(128, 32, 256), Tile(64, 64, 128),
+    Tile(64, 32, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(16, 64, 32), Tile(16, 32, 32), Tile(16, 16, 32),
+)  # fmt: skip
+
+
+def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Registers per thread that hold the output and the scores of a tile."""
+    fragments = tile.block_m * 2 // tile.num_threads
+    return fragments * wmma_bucket(problem.head_dim_v) // 2, fragments * tile.block_n // 2
+
+
+def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Tiles that fit registers and shared memory; those that give a multiprocessor eight warps come first.
+
+    Shared memory is what limits this kernel. Warps of 32 rows read K and V half as often as warps of 16, so they come
+    first where their output fits the registers.
+    """
+    fitting = []
+    for tile in _WMMA_TILES:
+        output, scores = _wmma_registers(problem, tile)
+        if (
+            output <= 128
+            and tile.block_n <= (64 if output <= 96 else 32)
+            and wmma_shared_memory(problem, tile) <= device.shared_memory_per_block
+        ):
+            fitting.append(tile)
+
+    def few_warps(tile: Tile) -> bool:
+        blocks = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
+        return blocks * tile.num_threads < 256
+
+    return sorted(fitting, key=few_warps)
+
+
+def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
+    """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
+    output, scores = _wmma_registers(problem, tile)
+    need = output * 5 // 4 + scores
+    warps = 16 if need <= 76 else 12 if need <= 112 else 8
+    by_memory = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
+    return max(1, min(by_memory, warps * 32 // tile.num_threads))
+
+
 KERNELS = (
+    KernelSpec(
+        name="forward_wmma",
+        summary="tensor cores through WMMA: float16 from sm_70, bfloat16 and tf32 from sm_80",
+        operations=("attention", "attention_varlen"),
+        dtypes=("float16", "bfloat16", "float32"),
+        features=FEATURES,
+        min_compute_capability=70,
+        max_head_dim=256,
+        head_dim_bucket=wmma_bucket,
+        tiles=wmma_tiles,
+        shared_memory=wmma_shared_memory,
+        min_blocks=wmma_min_blocks,
+        limits=wmma_limits,
+    ),
     KernelSpec(
         name="forward_scalar",
         summary="any GPU, dtype and head_dim, on the ordinary arithmetic units",

@@ -35,4 +35,38 @@ __device__ __forceinline__ unsigned short bfloat16_bits_from_float(float value) 
 #endif
 }
 
+// Two at a time, `low` in the lower half.
+__device__ __forceinline__ unsigned int half2_bits_from_floats(float low, float high) {
+    unsigned int bits;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+#else
+    asm("{ .reg .b16 l, h; cvt.rn.f16.f32 l, %1; cvt.rn.f16.f32 h, %2; mov.b32 %0, {l, h}; }"
+        : "=r"(bits)
+        : "f"(low), "f"(high));
+#endif
+    return bits;
+}
+
+__device__ __forceinline__ unsigned int bfloat162_bits_from_floats(float low, float high) {
+#if __CUDA_ARCH__ >= 800
+    unsigned int bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(high), "f"(low));
+    return bits;
+#else
+    return bfloat16_bits_from_float(low) | static_cast<unsigned int>(bfloat16_bits_from_float(high)) << 16;
+#endif
+}
+
+// To nearest, ties away from zero, the only rounding that sm_80 has for tf32.
+__device__ __forceinline__ unsigned int tf32_bits_from_float(float value) {
+#if __CUDA_ARCH__ >= 800
+    unsigned int bits;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+    return bits;
+#else
+    return (__float_as_uint(value) + 0x1000) & ~0x1fffu;
+#endif
+}
+
 }  // namespace cuflash

@@ -1,0 +1,384 @@
+// Attention forward on tensor cores through WMMA: float16 from sm_70 on, bfloat16 and (as tf32) float32 from sm_80 on.
+//
+// Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
+// that any of their rows sees, first to last, kBlockN at a time. K and V have a buffer each: V arrives while Q is
+// multiplied by K, the next K while the weights are multiplied by V.
+//
+// Warps: each owns 16 or 32 rows from beginning to end, so that only the two buffers need barriers of the block. Nobody
+// knows where a fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and
+// turn it into weights; factors by row come back as a fragment whose columns are all the same. The output never leaves
+// the registers before its end.
+//
+// The weighted values of one key tile are summed from zero and joined to O by one multiply-add: tensor cores round
+// toward zero while they accumulate, and a running sum over all keys would drift.
+
+#include "common/epilogue.cuh"
+#include "common/score.cuh"
+#include "common/softmax.cuh"
+#include "common/tile.cuh"
+#include "ptx/exp2.cuh"
+#include "ptx/wmma.cuh"
+
+namespace cuflash {
+
+using Tensor = Wmma<kDtype>;
+constexpr int kNumWarps = kThreads / 32;
+constexpr int kRowsPerWarp = kBlockM / kNumWarps;
+constexpr int kRowFragments = kRowsPerWarp / 16;
+constexpr int kKeyFragments = kBlockN / 16;
+constexpr int kFeatureFragments = kHeadDimV / 16;
+constexpr int kDepth = Tensor::kDepth;
+constexpr int kStepsK = kHeadDim / kDepth;
+constexpr int kStepsV = kBlockN / kDepth;
+constexpr int kLanesPerRow = 2;
+constexpr int kColumns = kBlockN / kLanesPerRow;
+constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
+
+// Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
+constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));
+constexpr int kPitchV = kHeadDimV + 8;
+constexpr int kPitchS = kBlockN + 8;
+
+// Q stays in registers if there are enough beside O, the scores and operands on their way; how many those take was
+// found by compiling. Otherwise it is read a few steps at a time, in a loop that keeps the compiler from fetching it
+// all.
+constexpr int kWarpsPerScheduler = (kNumWarps * kMinBlocks + 3) / 4;
+constexpr int kRegisters = 512 / kWarpsPerScheduler < 255 ? 512 / kWarpsPerScheduler : 255;
+constexpr int kRegistersO = kRowFragments * kFeatureFragments * 8;
+constexpr int kRegistersS = kRowFragments * kKeyFragments * 8;
+constexpr int kRegistersQ = kRowFragments * kHeadDim * static_cast<int>(sizeof(Element)) / 8;
+constexpr bool kKeepQ = kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
+constexpr int kGroup = kKeepQ ? kStepsK : kStepsK % 4 == 0 ? 4 : kStepsK % 3 == 0 ? 3 : kStepsK % 2 == 0 ? 2 : kStepsK;
+
+static_assert(kDtype != CUFLASH_FLOAT64, "WMMA multiplies float16, bfloat16 and tf32");
+static_assert(kRowFragments * 16 * kNumWarps == kBlockM, "warps own whole fragments of 16 rows");
+static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "fragments are 16 wide");
+static_assert(kThreads % 32 == 0, "whole warps");
+
+// 16 rows of one warp, which reads all its scores before it writes the first weight over them.
+union alignas(32) RowTile {
+    float scores[16][kPitchS];
+    Element weights[16][kPitchS];
+};
+
+struct SharedTiles {
+    alignas(32) Element q[kBlockM][kPitchK];
+    alignas(32) Element k[kBlockN][kPitchK];
+    alignas(32) Element v[kBlockN][kPitchV];
+    RowTile rows[kNumWarps][kRowFragments];
+    alignas(32) float factors[kNumWarps][kRowFragments][16];
+    TileMap tile;
+    TileKeys keys;
+    float scale_log2;  // here and not in registers, of which O, the scores and operands on their way need all
+};
+
+using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
+
+struct alignas(kChunk * sizeof(Element)) WeightChunk {
+    unsigned int words[kChunk * sizeof(Element) / 4];
+};
+
+// What a lane knows of its rows, one in each row fragment.
+struct RowStates {
+    float reference[kRowFragments];
+    float row_sum[kRowFragments];  // of this lane's keys alone
+};
+
+// Loads operands that lie kDistance elements apart.
+template <int kDistance, int kFirst = 0, typename Operand, int kCount>
+__device__ __forceinline__ void load_operands(Operand (&operands)[kCount], const Element* shared, int pitch) {
+    if constexpr (kFirst < kCount) {
+        Tensor::load<kFirst * kDistance>(operands[kFirst], shared, pitch);
+        if constexpr (kDtype == CUFLASH_FLOAT32) {
+#pragma unroll
+            for (unsigned int& x : operands[kFirst].x) x = tf32_bits_from_float(__uint_as_float(x));
+        }
+        load_operands<kDistance, kFirst + 1>(operands, shared, pitch);
+    }
+}
+
+template <int kFirst = 0, int kCount>
+__device__ __forceinline__ void store_scores(float* shared, const WmmaC (&scores)[kCount]) {
+    if constexpr (kFirst < kCount) {
+        wmma_store<kFirst * 16>(shared, scores[kFirst], kPitchS);
+        store_scores<kFirst + 1>(shared, scores);
+    }
+}
+
+// rows = Q[rows of the warp] K^T
+__device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], const Element (*q)[kPitchK],
+                                            const Element (*k)[kPitchK], const KeptQ& kept_q) {
+    WmmaC scores[kRowFragments][kKeyFragments] = {};
+#pragma unroll 1
+    for (int first = 0; first < kStepsK; first += kGroup) {
+#pragma unroll
+        for (int step = 0; step < kGroup; ++step) {
+            const int feature = (first + step) * kDepth;
+            Tensor::A queries[kRowFragments];
+            if constexpr (!kKeepQ) load_operands<16 * kPitchK>(queries, &q[0][feature], kPitchK);
+            Tensor::BTransposed keys[kKeyFragments];
+            load_operands<16 * kPitchK>(keys, &k[0][feature], kPitchK);
+#pragma unroll
+            for (int j = 0; j < kKeyFragments; ++j) {
+#pragma unroll
+                for (int i = 0; i < kRowFragments; ++i)
+                    Tensor::multiply_add(scores[i][j], kKeepQ ? kept_q[i][step] : queries[i], keys[j]);
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) store_scores(rows[i].scores[0], scores[i]);
+    __syncwarp();
+}
+
+// Replaces one lane's scores of a row by logits in units of log2(e).
+__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, long long n_begin,
+                                                 int tile_row, float* scores, int first_column) {
+    const RowContext row = row_context(params, tile, tile_row);
+#pragma unroll 1
+    for (int column = first_column; column < kBlockN; column += kLanesPerRow * kChunk) {
+        Vector16& chunk = *reinterpret_cast<Vector16*>(scores + column);
+        Vector16 logits = chunk;
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+            const float scaled = scaled_score(params, logits.values[e]);
+            logits.values[e] = row_logit(params, row, scaled, n_begin + column + e) * kLog2E;
+        }
+        chunk = logits;
+    }
+}
+
+__device__ __forceinline__ WeightChunk pack_weights(const float (&weights)[kChunk]) {
+    WeightChunk packed;
+#pragma unroll
+    for (int i = 0; i < kChunk; i += 4 / sizeof(Element)) {
+        if constexpr (kDtype == CUFLASH_FLOAT16)
+            packed.words[i / 2] = half2_bits_from_floats(weights[i], weights[i + 1]);
+        else if constexpr (kDtype == CUFLASH_BFLOAT16)
+            packed.words[i / 2] = bfloat162_bits_from_floats(weights[i], weights[i + 1]);
+        else packed.words[i] = __float_as_uint(weights[i]);
+    }
+    return packed;
+}
+
+// Scores times `multiplier` are logits in units of log2(e). Leaves their weights in `rows`, and in `factors` what
+// earlier results of each row shrink by.
+__device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments], float (&factors)[kRowFragments][16],
+                                                  float multiplier, RowStates& states, int row, int first_column) {
+    float values[kRowFragments][kColumns];
+    float subtract[kRowFragments];
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns; j += kChunk) {
+            const Vector16 chunk =
+                *reinterpret_cast<const Vector16*>(&rows[i].scores[row][j * kLanesPerRow + first_column]);
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) values[i][j + e] = chunk.values[e];
+        }
+        float largest[kChunk];
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) largest[e] = values[i][e];
+#pragma unroll
+        for (int j = kChunk; j < kColumns; ++j) largest[j % kChunk] = maximum(largest[j % kChunk], values[i][j]);
+        float tile_max = maximum(maximum(largest[0], largest[1]), maximum(largest[2], largest[3]));
+        tile_max = maximum(tile_max, __shfl_xor_sync(0xffffffffu, tile_max, 1));
+        const float reference = maximum(states.reference[i], weight_reference(tile_max, multiplier));
+        subtract[i] = finite_maximum(reference);
+        const float factor = exp2_approximate(states.reference[i] - subtract[i]);
+        states.reference[i] = reference;
+        states.row_sum[i] *= factor;
+        if (first_column == 0) factors[i][row] = factor;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        float sums[kChunk] = {};
+#pragma unroll
+        for (int j = 0; j < kColumns; j += kChunk) {
+            float weights[kChunk];
+#pragma unroll
+            for (int e = 0; e < kChunk; ++e) {
+                weights[e] = exp2_approximate(multiply_add(values[i][j + e], multiplier, -subtract[i]));
+                sums[e] += weights[e];
+            }
+            *reinterpret_cast<WeightChunk*>(&rows[i].weights[row][j * kLanesPerRow + first_column]) =
+                pack_weights(weights);
+        }
+        states.row_sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    __syncwarp();
+}
+
+// o = o * factors + P V
+__device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFragments],
+                                            const RowTile (&rows)[kRowFragments], const Element (*v)[kPitchV],
+                                            const float (&factors)[kRowFragments][16]) {
+    Tensor::A weights[kRowFragments][kStepsV];
+    WmmaC factor[kRowFragments];
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        wmma_load_column(factor[i], factors[i]);
+        load_operands<kDepth>(weights[i], rows[i].weights[0], kPitchS);
+    }
+#pragma unroll
+    for (int f = 0; f < kFeatureFragments; ++f) {
+        if (f % 2 == 0) __syncwarp();
+        Tensor::B values[kStepsV];
+        load_operands<kDepth * kPitchV>(values, &v[0][f * 16], kPitchV);
+        WmmaC sum[kRowFragments] = {};
+#pragma unroll
+        for (int step = 0; step < kStepsV; ++step) {
+#pragma unroll
+            for (int i = 0; i < kRowFragments; ++i) Tensor::multiply_add(sum[i], weights[i][step], values[step]);
+        }
+#pragma unroll
+        for (int i = 0; i < kRowFragments; ++i) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_add(o[i][f].x[e], factor[i].x[e], sum[i].x[e]);
+        }
+    }
+}
+
+// Stores lse and output of the warp's rows, the output through the row tiles, a piece at a time.
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const RowStates& states,
+                                           WmmaC (&o)[kRowFragments][kFeatureFragments], RowTile (&rows)[kRowFragments],
+                                           float (&factors)[kRowFragments][16], int first_row, int lane) {
+    constexpr int kOutputs = 16 / sizeof(OutElement);
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        const float row_sum = states.row_sum[i] + __shfl_xor_sync(0xffffffffu, states.row_sum[i], 1);
+        const Row row = row_at(params, tile, first_row + i * 16 + lane / kLanesPerRow);
+        float factor = 0;
+        if (row.valid) {
+            const FinishedRow finished =
+                finish_row(params, tile, row, (states.reference[i] + kWeightBits) * kLn2, row_sum * kWeightUnit);
+            factor = finished.multiplier / finished.divisor * kWeightUnit;
+            if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished.lse);
+        }
+        if (lane % kLanesPerRow == 0) factors[i][lane / kLanesPerRow] = factor;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        WmmaC factor;
+        wmma_load_column(factor, factors[i]);
+#pragma unroll
+        for (int begin = 0; begin < kFeatureFragments; begin += kKeyFragments) {
+            const int count = min(kKeyFragments, kFeatureFragments - begin);
+#pragma unroll
+            for (int f = begin; f < begin + count; ++f) {
+#pragma unroll
+                for (int e = 0; e < 8; ++e) o[i][f].x[e] *= factor.x[e];
+                wmma_store<0>(&rows[i].scores[0][(f - begin) * 16], o[i][f], kPitchS);
+            }
+            __syncwarp();
+            const int vectors = count * 16 / kOutputs;
+#pragma unroll 1
+            for (int vector = lane; vector < 16 * vectors; vector += 32) {
+                const int column = vector % vectors * kOutputs;
+                const Row row = row_at(params, tile, first_row + i * 16 + vector / vectors);
+                if (!row.valid) continue;
+                float values[kOutputs];
+#pragma unroll
+                for (int e = 0; e < kOutputs; ++e) values[e] = rows[i].scores[vector / vectors][column + e];
+                store_output(params, output_row(params, tile, row), begin * 16 + column, values);
+            }
+            __syncwarp();
+        }
+    }
+}
+
+__device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
+    const TileMap& tile = shared.tile;
+    const TileKeys& keys = shared.keys;
+    if (threadIdx.x < 32) {
+        map_block(params, shared.tile);
+        __syncwarp();
+        if (threadIdx.x == 0 && tile.num_rows != 0) {
+            shared.keys = tile_keys(params, tile);
+            shared.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634);
+        }
+    }
+    __syncthreads();
+    if (tile.num_rows == 0) return;
+
+    const int warp = threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    const int first_row = warp * kRowsPerWarp;
+    const int first_column = lane % kLanesPerRow * kChunk;
+    constexpr long long kStride = kBlockN;
+
+    const auto visible_rows = [&](long long n_begin) {
+        return static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
+    };
+    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
+    const auto load_k = [&](long long n_begin) {
+        load_rows<kBlockN, kHeadDim>(shared.k, tile.k + n_begin * params.k_strides.row, params.k_strides.row,
+                                     params.k_strides.column, visible_rows(n_begin), params.head_dim);
+    };
+    const auto load_v = [&](long long n_begin) {
+        load_rows<kBlockN, kHeadDimV>(shared.v, tile.v + n_begin * params.v_strides.row, params.v_strides.row,
+                                      params.v_strides.column, visible_rows(n_begin), params.head_dim_v);
+    };
+    const auto next_buffer_ready = [&] {
+        cp_async_wait();
+        __syncthreads();
+    };
+
+    RowStates states;
+    WmmaC o[kRowFragments][kFeatureFragments] = {};
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        states.reference[i] = -infinity();
+        states.row_sum[i] = 0;
+    }
+    KeptQ kept_q;
+    if (keys.any.begin < keys.any.end) {
+        load_tile<kBlockM, kHeadDim>(
+            shared.q, 0, 0, params.head_dim, params.q_strides.column, [&](int tile_row) -> const char* {
+                const Row row = row_at(params, tile, tile_row);
+                return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row
+                                 : nullptr;
+            });
+        load_k(keys.any.begin);
+        if constexpr (kKeepQ) {
+            next_buffer_ready();
+#pragma unroll
+            for (int i = 0; i < kRowFragments; ++i)
+                load_operands<kDepth>(kept_q[i], shared.q[first_row + i * 16], kPitchK);
+        }
+    }
+#pragma unroll 1
+    for (int block = 0; keys.any.begin + block * kStride < keys.any.end; ++block) {
+        const long long n_begin = keys.any.begin + block * kStride;
+        next_buffer_ready();
+        load_v(n_begin);
+        multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
+
+        float multiplier = shared.scale_log2;
+        if (kBiasDtype != 0 || kHasMask || kHasSoftcap || tile.alibi_slopes != nullptr || !(multiplier > 0) ||
+            n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end) {
+            multiplier = 1;
+#pragma unroll 1
+            for (int i = 0; i < kRowFragments; ++i)
+                scores_to_logits(params, tile, n_begin, first_row + i * 16 + lane / kLanesPerRow,
+                                 shared.rows[warp][i].scores[lane / kLanesPerRow], first_column);
+        }
+        scores_to_weights(shared.rows[warp], shared.factors[warp], multiplier, states, lane / kLanesPerRow,
+                          first_column);
+
+        next_buffer_ready();
+        if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
+        multiply_pv(o, shared.rows[warp], shared.v, shared.factors[warp]);
+    }
+    store_rows(params, tile, states, o, shared.rows[warp], shared.factors[warp], first_row, lane);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
+    cuflash_forward_wmma(const __grid_constant__ cuflash::AttentionParams params) {
+    extern __shared__ __align__(32) char shared_memory[];
+    cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
+}

@@ -1,0 +1,13 @@
+// The exponential of the special function unit.
+#pragma once
+
+namespace cuflash {
+
+// 2^x within 2 ulp; results below the normal range become 0, and so does the power of -infinity.
+__device__ __forceinline__ float exp2_approximate(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
+    return power;
+}
+
+}  // namespace cuflash
