@@ -21,12 +21,13 @@ import numpy as np
 
 from cuflash.arrays import DTYPES, ArrayInfo, extent
 from cuflash.compile import entry_text, source_digest, source_folder
-from cuflash.kernels import Device, device_of
+from cuflash.kernels import KERNELS, Device, device_of
 from cuflash.knobs import Settings
 from cuflash.launch import _parts
 from cuflash.params import POINTERS, pack_form, pack_pointers_into
 from cuflash.plan import Macros, Plan, make_plan
-from cuflash.problem import Operand, describe_attention, describe_varlen, result_rows
+from cuflash.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.testing import Case
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "cpu_cuda"
@@ -199,7 +200,7 @@ def compile_kernel(kernel: str, macros: Macros, sources: Path | None = None) -> 
 class _Form(NamedTuple):
     """What `launch._parts` looks at."""
 
-    problem: Any
+    problem: Problem
     plan: Plan
     packed: bytes
 
@@ -215,26 +216,31 @@ class Emulator:
         self.seed = seed
         self.sources = sources
 
+    def function(self, case: Case) -> Any:
+        """Return the stand-in for `case.function`."""
+        return self.attention if case.cu_seqlens is None else self.attention_varlen
+
     def attention(self, *arrays: Any, **options: Any) -> Any:
         """Compute `cuflash.attention(...)`."""
-        return self._run(*describe_attention(*arrays, **options), options)
+        return self.run(*describe_attention(*arrays, **options), options.get("out"), options.get("lse"))
 
     def attention_varlen(self, *arrays: Any, **options: Any) -> Any:
         """Compute `cuflash.attention_varlen(...)`."""
-        return self._run(*describe_varlen(*arrays, **options), options)
+        return self.run(*describe_varlen(*arrays, **options), options.get("out"), options.get("lse"))
 
-    def plan(self, problem: Any) -> Plan:
-        """Plan a problem as a GPU of this emulator's kind would."""
-        return make_plan(problem, self.device, self.settings)
+    def refuses(self, problem: Problem) -> bool:
+        """Whether the kernel does not serve the problem."""
+        spec = next(spec for spec in KERNELS if spec.name == self.settings.kernel)
+        return spec.refusal(problem, self.device) is not None
 
-    def _run(self, problem: Any, infos: dict[str, ArrayInfo], options: dict[str, Any]) -> Any:
-        plan = self.plan(problem)
+    def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
+        """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
+        plan = make_plan(problem, self.device, self.settings)
         rows = result_rows(problem)
         spans = {name: _span(info) for name, info in infos.items()}
-        out, spans["out"] = _result((*rows, problem.head_dim_v), problem.out, options.get("out"))
-        lse = None
+        out, spans["out"] = _result((*rows, problem.head_dim_v), problem.out, out)
         if problem.lse is not None:
-            lse, spans["lse"] = _result(rows, problem.lse, options.get("lse"))
+            lse, spans["lse"] = _result(rows, problem.lse, lse)
         names = {"query_offsets": "query_offset"}
         pointers = [spans.get(names.get(name, name), (0, 0, 0))[0] for name in POINTERS]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
