@@ -104,7 +104,7 @@ MALFORMED = {
     "far_outside": (0, 10**9, 10**9, 10**9),
     "all_empty": (100, 100, 100, 100),
     "huge": (0, 50, -(2**62), 80),
-    "long_fall": (0, *(90 - i // 2 for i in range(170)), 95),
+    "long_fall": (0, *(90 - i // 4 for i in range(300)), 95),
 }
 
 

@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,10 +106,8 @@ def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None) -> Pa
         if changed and name in changed:
             link.write_text(changed[name])
         elif not link.is_symlink():
-            try:
+            with suppress(FileExistsError):  # another process may be quicker
                 link.symlink_to(path)
-            except FileExistsError:  # another process was quicker
-                pass
     return folder
 
 
@@ -184,7 +183,8 @@ def compile_text(text: str, entry: str, sources: Path) -> Kernel:
             source.write_text(text + _TRAMPOLINE.format(entry=entry))
             checks = ("-O0", "-g") if DEBUG else _CHECKED
             _build(
-                library, [*checks, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)]
+                library,
+                [*checks, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
             )
         _kernels[key] = Kernel(library)
     return _kernels[key]
@@ -247,7 +247,9 @@ class Emulator:
         if plan.num_blocks:
             kernel = compile_kernel(plan.kernel, plan.macros, self.sources)
             for grid, packed, offsets in _parts(_Form(problem, plan, pack_form(problem, plan))):  # type: ignore[arg-type]
-                at = pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
+                at = (
+                    pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
+                )
                 addresses = bytearray(8 * len(POINTERS))
                 pack_pointers_into(addresses, 0, *at)
                 threads = plan.tile.num_threads
