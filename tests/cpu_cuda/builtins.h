@@ -34,8 +34,9 @@ void cpu_cuda_read(const void* address, unsigned int size);
 void cpu_cuda_write(void* address, unsigned int size);
 // A copy of `size` bytes (of zeros if not `valid`) into shared memory that nobody may touch until its wait.
 void cpu_cuda_copy_async(void* target, const void* source, unsigned int size, bool valid);
+// Makes a group of this thread's copies since the last one.
 void cpu_cuda_copy_commit();
-// Waits for all groups of this thread's copies but the newest `pending`; what was not committed counts as newest.
+// Waits for all groups but the newest `pending`.
 void cpu_cuda_copy_wait(int pending);
 void cpu_cuda_fail(const char* message);
 }
@@ -92,11 +93,13 @@ T __shfl_down_sync(unsigned int mask, T value, unsigned int distance) {
 inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
     if (mask != 0xffffffffu) cpu_cuda_fail("__ballot_sync: masks other than all 32 lanes are not covered");
     unsigned int result;
-    cpu_cuda_collective("__ballot_sync", &predicate, &result, false, [](const void* const* inputs, void* const* outputs) {
-        unsigned int votes = 0;
-        for (int lane = 0; lane < 32; ++lane) votes |= (*static_cast<const int*>(inputs[lane]) != 0 ? 1u : 0u) << lane;
-        for (int lane = 0; lane < 32; ++lane) *static_cast<unsigned int*>(outputs[lane]) = votes;
-    });
+    cpu_cuda_collective("__ballot_sync", &predicate, &result, false,
+                        [](const void* const* inputs, void* const* outputs) {
+                            unsigned int votes = 0;
+                            for (int lane = 0; lane < 32; ++lane)
+                                votes |= (*static_cast<const int*>(inputs[lane]) != 0 ? 1u : 0u) << lane;
+                            for (int lane = 0; lane < 32; ++lane) *static_cast<unsigned int*>(outputs[lane]) = votes;
+                        });
     return result;
 }
 inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }

@@ -175,8 +175,8 @@ void resume(int thread) {
 bool make_stacks(unsigned int num_threads) {
     for (unsigned int thread = 0; thread < num_threads; ++thread) {
         if (fibers[thread].stack) continue;
-        void* memory = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        void* memory =
+            mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) return false;
         mprotect(memory, 4096, PROT_NONE);
         fibers[thread].stack = static_cast<char*>(memory);
@@ -371,8 +371,7 @@ void cpu_cuda_read(const void* address, unsigned int size) { check(address, size
 void cpu_cuda_write(void* address, unsigned int size) { check(address, size, true, CALLER); }
 
 void cpu_cuda_sync_block() {
-    if (num_returned != 0)
-        fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
+    if (num_returned != 0) fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
     if (++num_at_barrier < launch->num_threads) return wait_as(State::kWaitsForBlock);
     num_at_barrier = 0;
     ++epoch;
@@ -421,7 +420,6 @@ void cpu_cuda_copy_commit() {
 
 void cpu_cuda_copy_wait(int pending) {
     Fiber& fiber = fibers[current];
-    if (pending == 0) cpu_cuda_copy_commit();
     auto& groups = fiber.copy_groups;
     while (groups.size() > static_cast<size_t>(pending)) {
         finish_copies(groups.front());
@@ -431,12 +429,12 @@ void cpu_cuda_copy_wait(int pending) {
 
 // ------------------------------------------------------------------------ what the compiler's checks call
 
-#define ACCESS(bytes)                                                                                     \
-    void __tsan_read##bytes(void* address) { check(address, bytes, false, CALLER); }                      \
-    void __tsan_write##bytes(void* address) { check(address, bytes, true, CALLER); }                      \
-    void __tsan_unaligned_read##bytes(void* address) { check(address, bytes, false, CALLER); }            \
-    void __tsan_unaligned_write##bytes(void* address) { check(address, bytes, true, CALLER); }            \
-    void __tsan_volatile_read##bytes(void* address) { check(address, bytes, false, CALLER); }             \
+#define ACCESS(bytes)                                                                          \
+    void __tsan_read##bytes(void* address) { check(address, bytes, false, CALLER); }           \
+    void __tsan_write##bytes(void* address) { check(address, bytes, true, CALLER); }           \
+    void __tsan_unaligned_read##bytes(void* address) { check(address, bytes, false, CALLER); } \
+    void __tsan_unaligned_write##bytes(void* address) { check(address, bytes, true, CALLER); } \
+    void __tsan_volatile_read##bytes(void* address) { check(address, bytes, false, CALLER); }  \
     void __tsan_volatile_write##bytes(void* address) { check(address, bytes, true, CALLER); }
 ACCESS(1)
 ACCESS(2)
