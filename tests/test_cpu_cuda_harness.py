@@ -155,7 +155,7 @@ def _run(
 
 def _assemble(source: str) -> None:
     """What runs here on the CPU also compiles for GPUs."""
-    nvrtc = pytest.importorskip("cupy.cuda.nvrtc", reason="needs CuPy with NVRTC")
+    nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy with NVRTC").nvrtc
     for arch in ("sm_80", "sm_90", "sm_120"):
         program = nvrtc.createProgram(source, "instructions.cu", (), ())
         nvrtc.compileProgram(program, (*compiler_options(), "-ftz=true", f"-arch={arch}"))

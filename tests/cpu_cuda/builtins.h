@@ -11,7 +11,11 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#ifdef CPU_CUDA_DEBUG  // a debugger shows the variables of functions that are called
+#define __forceinline__ inline
+#else
 #define __forceinline__ inline __attribute__((always_inline))
+#endif
 #define __align__(bytes) __attribute__((aligned(bytes)))
 // Kernels declare dynamic shared memory alone: `extern __shared__ ... char shared_memory[]`, which runtime.cpp holds.
 #define __shared__

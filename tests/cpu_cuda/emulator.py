@@ -181,7 +181,7 @@ def compile_text(text: str, entry: str, sources: Path) -> Kernel:
         if not library.exists():
             source = sources.parent / f"{key}.cpp"
             source.write_text(text + _TRAMPOLINE.format(entry=entry))
-            checks = ("-O0", "-g") if DEBUG else _CHECKED
+            checks = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else _CHECKED
             _build(
                 library,
                 [*checks, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
