@@ -96,15 +96,16 @@ def _runtime() -> ctypes.CDLL:
     return ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
 
 
-def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None) -> Path:
-    """Make a folder that looks like cuda_src, with this harness's `ptx` and, in place of some files, changed texts."""
+def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None, definitions: Path = HERE) -> Path:
+    """Make a folder that looks like cuda_src, with another `ptx` (that of `definitions`), and some texts changed."""
     source = source_folder()
-    for path in [*sorted(source.rglob("*.cu")), *sorted(source.glob("common/*.cuh")), *sorted(HERE.glob("ptx/*.cuh"))]:
-        name = path.relative_to(HERE if path.is_relative_to(HERE) else source).as_posix()
+    paths = {path.relative_to(source): path for path in [*source.glob("*.cu"), *source.glob("common/*.cuh")]}
+    paths |= {path.relative_to(definitions): path for path in definitions.glob("ptx/*.cuh")}
+    for name, path in paths.items():
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
-        if changed and name in changed:
-            link.write_text(changed[name])
+        if changed and name.as_posix() in changed:
+            link.write_text(changed[name.as_posix()])
         elif not link.is_symlink():
             with suppress(FileExistsError):  # another process may be quicker
                 link.symlink_to(path)
