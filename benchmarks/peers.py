@@ -1,7 +1,8 @@
 """Other ways to compute attention, for `python -m cuflash bench`, which finds this file beside the package.
 
 `peers` names them: the formula as one writes it down, and PyTorch's function where PyTorch is installed. Each takes the
-inputs of a problem and returns a function to time, or raises where it cannot serve the problem.
+inputs of a problem and returns a function to time, or raises where it cannot serve the problem. `small_calls` and
+`release` are optional.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def naive(backend: str) -> Peer:
         if backend == "gpu":
             import cupy as xp
 
-            empty_torch_cache()
+            release()
         else:
             import numpy as xp
 
@@ -99,7 +100,7 @@ def torch_gpu(name: str) -> Peer:
         import torch
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        empty_torch_cache()
+        release()
         backend = getattr(SDPBackend, name)
         tensors = [torch.from_dlpack(x) for x in inputs[1:4]]
         options = torch_options(inputs, torch.from_dlpack)
@@ -131,7 +132,7 @@ def torch_cpu(inputs: Inputs) -> Callable[[], Any]:
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
 
 
-def empty_torch_cache() -> None:
+def release() -> None:
     """Give back what PyTorch holds for later, so that it doesn't look as if others ran out of memory."""
     torch = sys.modules.get("torch")
     if torch is not None:

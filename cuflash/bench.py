@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +44,8 @@ class Peers(NamedTuple):
     """What is measured beside the kernels."""
 
     table: Mapping[str, Peer]
-    small_calls: SmallCalls | None
+    small_calls: SmallCalls | None = None
+    release: Callable[[], None] | None = None
 
 
 def load_peers(source: str | None, backend: str) -> Peers:
@@ -54,8 +55,8 @@ def load_peers(source: str | None, backend: str) -> Peers:
     ----------
     source : str or None
         A Python file or the name of a module with a function ``peers(backend)``, which returns a mapping of names to
-        `Peer`, and maybe one ``small_calls(q)`` (see `bench_overheads.SmallCalls`). "none": no peers. None: the
-        checkout's file, if there is one.
+        `Peer`; maybe with ``small_calls(q)`` (see `bench_overheads.SmallCalls`), and ``release()``, which gives unused
+        memory back and is called behind each problem. "none": no peers. None: the checkout's file, if there is one.
     backend : {"gpu", "numpy"}
 
     Raises
@@ -64,7 +65,7 @@ def load_peers(source: str | None, backend: str) -> Peers:
         There is no such file or module, it cannot be imported, or it has no such function.
     """
     if source == "none" or (source is None and not PEERS_FILE.is_file()):
-        return Peers({}, None)
+        return Peers({})
     path = PEERS_FILE if source is None else Path(source)
     try:
         if path.suffix == ".py":
@@ -75,7 +76,8 @@ def load_peers(source: str | None, backend: str) -> Peers:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(str(source))
-        return Peers(dict(module.peers(backend)), getattr(module, "small_calls", None))
+        extras = (getattr(module, name, None) for name in ("small_calls", "release"))
+        return Peers(dict(module.peers(backend)), *extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
 
@@ -168,6 +170,7 @@ def run(
     request: Request,
     peers: Peers,
     deadline: float | None = None,
+    stored: Path | None = None,
 ) -> bench_report.Report:
     """Measure, print each problem when it is done, and return what `--json` stores.
 
@@ -181,6 +184,8 @@ def run(
     peers : Peers
     deadline : float, optional
         The run is a quick one: no problem is begun after this time (`time.monotonic`).
+    stored : Path, optional
+        Written behind each problem, so that a run that is stopped leaves what it has.
     """
     if backend.name == "gpu":
         compile_ahead(cases, request)
@@ -204,17 +209,27 @@ def run(
             continue
         report["problems"].append(measure(case, backend, request, report["limits"], peers.table))
         print(bench_report.block(report["problems"][-1]), flush=True)
-        backend.release()
+        if peers.release is not None:
+            peers.release()
+        write_json(report, stored)
     if with_overheads:
-        report["overheads"] = overheads(backend, peers.small_calls, deadline is not None)
+        try:
+            report["overheads"] = overheads(backend, peers.small_calls, deadline is not None)
+        except Exception as error:  # what was measured before is not lost
+            report["overheads_failed"] = f"{type(error).__name__}: {error}"
     report["versions"] = backend.versions()  # again: peers have been imported meanwhile
     return report
 
 
+def write_json(report: bench_report.Report, path: Path | None) -> None:
+    """Write everything that was measured."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
 def write(report: bench_report.Report, arguments: argparse.Namespace) -> None:
     """Write the files that were asked for."""
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    write_json(report, arguments.json)
     if arguments.markdown is not None:
         arguments.markdown.write_text(bench_report.markdown(report) + "\n")
     if arguments.plot is not None:
@@ -240,7 +255,7 @@ def main(args: list[str]) -> int:
     request = Request(arguments.kernel, arguments.tile, repeats, not arguments.no_verify)
     backend = GpuBackend() if name == "gpu" else NumpyBackend()
     deadline = begin + QUICK_SECONDS if arguments.quick else None
-    report = run(cases, with_overheads, backend, request, peers, deadline)
+    report = run(cases, with_overheads, backend, request, peers, deadline, arguments.json)
     write(report, arguments)
     if report["problems"]:
         print(f"\n{bench_report.markdown(report)}")
@@ -255,4 +270,4 @@ def status(report: bench_report.Report) -> int:
     if problems and not served:
         print("nothing was measured: no kernel serves these problems", file=sys.stderr)
         return 1
-    return 1 if any(map(bench_report.bad, problems)) else 0
+    return 1 if any(map(bench_report.bad, problems)) or "overheads_failed" in report else 0

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,7 @@ class NumpyBackend:
     """Time after which a function that is slow has been run often enough."""
 
     def __init__(self) -> None:
-        self.xp: ModuleType = np
+        self.xp: Any = np
         self._flush: Any = None
 
     def device_name(self) -> str:
@@ -135,11 +134,10 @@ class GpuBackend(NumpyBackend):
     def versions(self) -> dict[str, str]:
         """Of everything that took part and is imported already."""
         runtime = self.xp.cuda.runtime
-        nvrtc = importlib.import_module("cupy.cuda.nvrtc")
         return {
             **super().versions(),
             "cupy": self.xp.__version__,
-            "nvrtc": ".".join(map(str, nvrtc.getVersion())),
+            "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
             "driver": f"CUDA {runtime.driverGetVersion() // 1000}.{runtime.driverGetVersion() % 1000 // 10}",
         }
 

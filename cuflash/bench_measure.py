@@ -65,17 +65,21 @@ def measure(
         From `measure_limits`.
     peers : mapping of str to Peer
     """
-    inputs = make_inputs(case, backend.xp)
-    results = []
-    for kernel in request.kernels(backend.name):
-        time.sleep(backend.rest_seconds)
-        with chosen(kernel, request.tile):
-            results.append(_measure_kernel(inputs, backend, request, limits))
-        results[-1]["automatic"] = not kernel
-    for name, prepare in peers.items():
+    results: list[dict[str, Any]] = []
+    try:
+        inputs = make_inputs(case, backend.xp)
+        for kernel in request.kernels(backend.name):
+            time.sleep(backend.rest_seconds)
+            with chosen(kernel, request.tile):
+                results.append(_measure_kernel(inputs, backend, request, limits) | {"automatic": not kernel})
+        for name, prepare in peers.items():
+            backend.release()
+            time.sleep(backend.rest_seconds)
+            results.append({"peer": name} | _measure_peer(prepare, inputs, backend, request, limits))
+        del inputs
         backend.release()
-        time.sleep(backend.rest_seconds)
-        results.append({"peer": name} | _measure_peer(prepare, inputs, backend, request, limits))
+    except Exception as error:  # no memory for the inputs, or a GPU that an earlier kernel has left unusable
+        results.append({"kernel": request.kernel, "failed": f"{type(error).__name__}: {error}"})
     return {"name": case.name, **case._asdict(), "flops": case.flops, "bytes": case.bytes, "results": results}
 
 

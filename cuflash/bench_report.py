@@ -38,13 +38,18 @@ def trouble(result: dict[str, Any]) -> str | None:
     return None
 
 
+def drift_ratio(result: dict[str, Any]) -> float | None:
+    """Error in units of that of rounding the exact result; None where that is not known, or 0 as in float64."""
+    return result["relative_error"] / result["rounding_error"] if result.get("rounding_error") else None
+
+
 def header(report: Report) -> str:
     """Machine, versions and limits."""
     versions = ", ".join(f"{name} {version}" for name, version in report.get("versions", {}).items())
     lines = [f"{report['device']} ({report['backend']} back end)", versions]
     limits = report.get("limits")
     if limits:
-        products = ", ".join(f"{dtype} {number(rate)}" for dtype, rate in limits["gemm_tflops"].items())
+        products = ", ".join(f"{dtype} {number(speed)}" for dtype, speed in limits["gemm_tflops"].items())
         lines.append(f"limits: matrix product, TFLOP/s: {products}; copy {limits['copy_gbs']:.0f} GB/s")
     return "\n".join(line for line in lines if line)
 
@@ -61,10 +66,11 @@ def block(problem: dict[str, Any]) -> str:
             parts.append(f"{result['fraction_of_limit']:.0%} of {limit}")
             parts.append(f"{result['ns_per_token']:.1f} ns/token")
         if "relative_error" in result:
+            ratio = drift_ratio(result) if problem["value_mean"] else None
             parts.append(f"MSE {result['mse']:.1e}")
-            ratio = f" ({result['relative_error'] / result['rounding_error']:.2f} x rounding)"
-            drift = problem["value_mean"] and result["rounding_error"]
-            parts.append(f"relative error {result['relative_error']:.1e}{ratio if drift else ''}")
+            parts.append(f"relative error {result['relative_error']:.1e}")
+            if ratio is not None:
+                parts[-1] += f" ({ratio:.2f} x rounding)"
         lines.append(f"  {name:<22} {' | '.join(parts)}")
         if "plan" in result:
             lines.append(f"    plan: {result['plan']}")
@@ -94,7 +100,7 @@ def _line(problem: dict[str, Any], names: list[str], drift: bool) -> str:
     cells.append(f"{max(fractions):.0%}" if fractions else "-")
     cells.append(f"{max(errors):.1e}" if errors else "-")
     if drift:
-        ratios = [r["relative_error"] / r["rounding_error"] for r in ours if r.get("rounding_error")]
+        ratios = [ratio for result in ours if (ratio := drift_ratio(result)) is not None]
         cells.append(f"{max(ratios):.2f}" if ratios else "-")
     return f"| {problem['name']} | " + " | ".join(cells) + " |"
 
@@ -176,10 +182,13 @@ def summary(report: Report) -> str:
     if not report["verified"]:
         lines.append("  results were not checked (--no-verify)")
     lines += [f"  WRONG OR FAILED: {name}" for name in wrong]
+    lines += [f"  FAILED: overheads: {report['overheads_failed']}"] if "overheads_failed" in report else []
     lines += [f"  not measured for lack of time: {name}" for name in report.get("left_out", [])]
     ours = [(p, r) for p in problems for r in p["results"] if "peer" not in r and "tflops" in r]
     for kernel in dict.fromkeys(result["kernel"] for _, result in ours):
         mine = [(problem, result) for problem, result in ours if result["kernel"] == kernel]
+        # Problems that show drift have few queries; their speed says little.
+        mine = [(problem, result) for problem, result in mine if not problem["value_mean"]] or mine
         text = f"  {kernel}: {len(mine)} measured, {_spread([r['fraction_of_limit'] for _, r in mine])} of its limit"
         ratios = [r["tflops"] / best for p, r in mine if (best := _best_peer(p)) is not None]
         if ratios:
