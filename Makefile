@@ -51,7 +51,8 @@ test: $(test_ready)
 lint: $(test_ready)
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
-	$(run) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror cuda_src/*.cu cuda_src/*/*.cuh
+	$(run) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror \
+	    cuda_src/*.cu cuda_src/*/*.cuh tests/cpu_cuda/*.h tests/cpu_cuda/*.cpp tests/cpu_cuda/ptx/*.cuh tests/hip/*.h tests/hip/ptx/*.cuh
 	$(run) -m mypy
 
 notebooks: $(test_ready)

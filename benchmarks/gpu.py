@@ -28,7 +28,10 @@ def _finish(name: str, started: tuple[subprocess.Popen[bytes], Path], begin: flo
     process, log = started
     status = process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
-    shown = lines if name == "bench" else lines[-1:] if status == 0 else lines[-25:]
+    if name == "bench" and "summary:" in lines:
+        shown = lines[len(lines) - 1 - lines[::-1].index("summary:") :]
+    else:
+        shown = lines[-1:] if status == 0 else lines[-25:]
     return (
         status == 0,
         f"{name}: {'ok' if status == 0 else 'FAILED'} ({time.perf_counter() - begin:.0f} s)\n  " + "\n  ".join(shown),
@@ -45,6 +48,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
     arguments = parser.parse_args()
     steps = arguments.steps or ["tests", "sanitize", "bench"]
+    arguments.logs = arguments.logs.resolve()  # the steps run in another folder
     arguments.logs.mkdir(parents=True, exist_ok=True)
     summary = []
     for step in steps:
@@ -88,12 +92,15 @@ def main() -> int:
             }
             summary += [_finish(name, process, begin) for name, process in started.items()]
         else:
-            results = arguments.logs / "forward.json"
             command = [
                 sys.executable,
-                "benchmarks/forward.py",
+                "-m",
+                "cuflash",
+                "bench",
+                "--backend",
+                "gpu",
                 "--json",
-                str(results),
+                str(arguments.logs / "bench.json"),
                 *(["--quick"] if arguments.quick else []),
             ]
             summary.append(_finish("bench", _run("bench", command, arguments.logs), begin))

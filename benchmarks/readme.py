@@ -1,4 +1,7 @@
-"""Write the results table of README.md from the newest stored measurement: python benchmarks/readme.py [FILE.json]."""
+"""Write the results into README.md, and all of them into a page beside each file: python benchmarks/readme.py
+
+The files are what `python -m cuflash bench --json benchmarks/results/NAME.json` stores; all of them are shown.
+"""
 
 from __future__ import annotations
 
@@ -8,39 +11,44 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cuflash.bench.report import markdown
+
+RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
-def table(results: dict[str, Any]) -> str:
-    """Markdown: one line per problem, TFLOP/s of cuflash and of each peer that serves it, then host and import time."""
-    rows = results["problems"]
-    names = list(dict.fromkeys(name for row in rows for name in row["tflops"]))
-    lines = [
-        f"`python benchmarks/forward.py` on one {results['device']}: TFLOP/s (4 B H N^2 D operations, half of them",
-        "when causal), and the relative error against float64.",
-        "",
-        "| problem | " + " | ".join(names) + " | relative error |",
-        "|---|" + "---:|" * (len(names) + 1),
-    ]
-    for row in rows:
-        label = f"{row['dtype']}, D {row['head_dim']}, N {row['seqlen']}, {'causal' if row['causal'] else 'full'}"
-        cells = [f"{row['tflops'][name]:.1f}" if name in row["tflops"] else "-" for name in names]
-        lines.append(f"| {label} | " + " | ".join(cells) + f" | {row['error']:.1e} |")
-    host = ", ".join(f"{name} {value:.1f}" for name, value in results["host_us"].items())
-    imports = ", ".join(f"{name} {value:.2f}" for name, value in results["import_s"].items())
-    lines += ["", f"Host time in microseconds: {host}.", f"Import, seconds above CuPy's: {imports}."]
-    return "\n".join(lines)
+def shown(problem: dict[str, Any]) -> bool:
+    """Whether a problem is in the README: of the 16-bit groups, which are long, a part."""
+    if problem["group"] not in ("float16", "bfloat16"):
+        return True
+    return problem["head_dim"] in (64, 128, 256) and problem["seqlen_q"] in (4096, 16384)
+
+
+def section(path: Path, report: dict[str, Any]) -> str:
+    """Tables of one stored measurement."""
+    page = path.with_suffix(".md").relative_to(ROOT).as_posix()
+    left_out = len(report["problems"]) - sum(map(shown, report["problems"]))
+    more = f" {left_out} further problems are in [{page}]({page})." if left_out else ""
+    return (
+        "Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv)\n"
+        f"operations for each visible pair), and the relative error against float64.{more}\n\n{markdown(report, shown)}"
+    )
 
 
 def main() -> int:
-    """Replace what stands between the markers."""
-    stored = sorted((ROOT / "benchmarks" / "results").glob("forward-*.json"))
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else stored[-1]
+    """Replace what stands between the markers, and write the pages."""
+    sections = []
+    for path in sorted(RESULTS.glob("*.json")):
+        report = json.loads(path.read_text())
+        sections.append(section(path, report))
+        path.with_suffix(".md").write_text(f"# `{path.name}`\n\n{markdown(report)}\n")
     readme = ROOT / "README.md"
     text = readme.read_text()
     before, rest = text.split(BEGIN)
     after = rest.split(END)[1]
-    readme.write_text(f"{before}{BEGIN}\n{table(json.loads(source.read_text()))}\n{END}{after}")
+    results = "\n\n".join(sections)
+    readme.write_text(f"{before}{BEGIN}\n{results}\n{END}{after}")
     return 0
 
 

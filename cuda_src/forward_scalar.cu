@@ -234,7 +234,6 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             for (int j = 0; j < kColumns; ++j)
                 shared.weights[first_row + i * kGroupsPerWarp][lane + j * kLanesPerRow] = scores[i][j];
         }
-        __syncwarp();
 
 #pragma unroll
         for (int slice = 0; slice < kNumSlicesV; ++slice, stage ^= 1) {

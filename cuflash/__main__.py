@@ -1,4 +1,4 @@
-"""Command line: python -m cuflash doctor | kernels | explain | demo."""
+"""Command line: python -m cuflash doctor | kernels | explain | bench | demo."""
 
 from __future__ import annotations
 
@@ -115,7 +115,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--device", type=int, metavar="CC", help="compute capability to plan for, such as 90 (default: this machine)"
     )
     explain_parser.add_argument("--source", action="store_true", help="also print the generated kernel source")
+    commands.add_parser("bench", help="measure speed and error, beside other libraries", add_help=False)
     commands.add_parser("demo", help="classify handwritten digits by attention", add_help=False)
+    if arguments[:1] == ["bench"]:
+        from .bench.command import main as bench
+
+        return bench(arguments[1:])
     if arguments[:1] == ["demo"]:
         from .demo import main as demo
 

@@ -141,7 +141,7 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
     if isinstance(query_offset, (int, np.generic)) or not hasattr(query_offset, "dtype"):
         expected = "an int, or an integer array that broadcasts to the leading axes"
         offset = parse_integer("query_offset", query_offset, expected)
-        return right, max(-(2**61), min(2**61, offset))
+        return right, clamp_offset(offset)
     return right, None
 
 
@@ -151,6 +151,11 @@ def _brief(x: Any) -> str:
     if isinstance(x, (bool, int, float, complex, str, np.generic)):
         return f"{x!r}"
     return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "")
+
+
+def clamp_offset(query_offset: int) -> int:
+    """Return an offset that 64-bit sums with lengths and windows (up to 2^61) can hold: farther ones hide the same."""
+    return max(-(2**60), min(2**60, query_offset))
 
 
 def parse_window(window: Any, right: int | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from .checks import clamp_offset
 from .cpu_tile import Arithmetic, Array, Block, Scratch, Sequence, operand, to_logits, widen_into
 from .knobs import num_threads
 from .problem import Problem
@@ -60,7 +61,7 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> None:
     offsets = arrays.get("query_offsets")
     for index in np.ndindex(*problem.batch):
         part: dict[str, Any] = {name: None if (x := arrays.get(name)) is None else x[index] for name in names}
-        offset = problem.query_offset if offsets is None else int(offsets[index])
+        offset = problem.query_offset if offsets is None else clamp_offset(int(offsets[index]))
         sequences.append(Sequence(**part, offset=offset or 0, bounds={}))
     _compute(problem, sequences)
 

@@ -74,7 +74,9 @@ def attention(
 
     if query_offset is None:
         query_offset = 0 if causal == "top_left" else seqlen_k - seqlen_q
-    offset = np.broadcast_to(query_offset, batch)[..., np.newaxis, np.newaxis, np.newaxis]
+    # Farther than 2^60 from the keys an offset hides the same ones, and positions still fit 64 bits.
+    offset = np.asarray(np.clip(np.asarray(query_offset, object), -(2**60), 2**60), np.int64)
+    offset = np.broadcast_to(offset, batch)[..., np.newaxis, np.newaxis, np.newaxis]
     query_position = offset + np.arange(seqlen_q)[:, np.newaxis]  # (*batch, 1, Nq, 1)
     key_position = np.arange(seqlen_k)
 

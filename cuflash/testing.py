@@ -185,8 +185,8 @@ class Outcome(NamedTuple):
     """No input changed, nothing written outside the results."""
 
 
-def run(case: Case, data: Data, xp: Any) -> Outcome:
-    """Call the case's function on NumPy (`xp=numpy`) or GPU arrays (`xp=cupy`) in poisoned memory."""
+def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
+    """Call the case's function, or another one like it, on NumPy or GPU arrays (`xp`) in poisoned memory."""
     inputs = {name: Poisoned(xp, x.shape, x.dtype, case.layout, x) for name, x in zip("qkv", data[:3], strict=True)}
     inputs |= {name: Poisoned(xp, x.shape, x.dtype, "contiguous", x) for name, x in data.options.items()}
     keywords = {name: inputs[name].array for name in data.options} | dict(case.options)
@@ -206,7 +206,7 @@ def run(case: Case, data: Data, xp: Any) -> Outcome:
             "lse": Poisoned(xp, shape[:-1], lse_dtype, "contiguous"),
         }
         keywords |= {name: result.array for name, result in results.items()}
-    out, lse = case.function(*positional, return_lse=True, **keywords)
+    out, lse = (function or case.function)(*positional, return_lse=True, **keywords)
     if results:
         assert out is results["out"].array and lse is results["lse"].array
     clean = all(x.unchanged() for x in inputs.values())

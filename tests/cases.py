@@ -61,7 +61,7 @@ def _visibility() -> list[Case]:
     for w in (0, 64, 130):
         options = {"window": (w, w), "causal": True}
         cases.append(Case(f"window-causal-{w}", (1, 2, 200, 32), (1, 2, 200, 32), options=options))
-    for offset in (-70, -1000, 0, 5, 500, 2**40, -(2**70)):
+    for offset in (-70, -1000, 0, 5, 500, 2**40, 2**70, -(2**70)):
         options = {"causal": True, "query_offset": offset}
         cases.append(Case(f"offset-{offset}", (1, 2, 80, 32), (1, 2, 90, 32), options=options))
     options = {"query_offset": 100, "window": (20, 30)}

@@ -181,7 +181,14 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--help"])
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
-    assert all(command in printed for command in ("doctor", "kernels", "explain", "demo"))
+    assert all(command in printed for command in ("doctor", "kernels", "explain", "bench", "demo"))
+
+
+def test_bench_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuflash.bench import command
+
+    monkeypatch.setattr(command, "main", lambda arguments: 7 if arguments == ["--group", "drift"] else 0)
+    assert cli.main(["bench", "--group", "drift"]) == 7
 
 
 def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

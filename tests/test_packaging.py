@@ -69,7 +69,7 @@ def metadata(wheel: Path, wheel_files: set[str]) -> Message:
 
 
 def test_wheel_holds_the_package_and_nothing_else(wheel_files: set[str]) -> None:
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cuflash").glob("*.py")}
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "cuflash").rglob("*.py")}
     sources = {f"cuflash/{name}" for name in CUDA_SOURCES}
     shipped = {name for name in wheel_files if ".dist-info/" not in name}
     assert shipped == modules | sources | {"cuflash/py.typed", "cuflash/cuda_src/__init__.py"}

@@ -301,7 +301,7 @@ def _poisoned(x: np.ndarray, seen: np.ndarray, layout: str, poison: float) -> np
     return np.where(seen[..., np.newaxis], x, x.dtype.type(poison))
 
 
-def _run(call: Call, data: Data, xp: Any) -> Outcome:
+def _run(call: Call, data: Data, xp: Any, function: Any = None) -> Outcome:
     """Make the call in poisoned memory; like cuflash.testing.run, with a layout for each array."""
     case = call.case
 
@@ -322,7 +322,7 @@ def _run(call: Call, data: Data, xp: Any) -> Outcome:
         results["out"] = Poisoned(xp, shape, out_dtype, call.layouts["out"])
         results["lse"] = Poisoned(xp, shape[:-1], lse_dtype, call.layouts["lse"])
     keywords = {name: x.array for name, x in (options | results).items()} | dict(case.options)
-    out, lse = case.function(*(x.array for x in inputs.values()), return_lse=True, **keywords)
+    out, lse = (function or case.function)(*(x.array for x in inputs.values()), return_lse=True, **keywords)
     clean = all(x.unchanged() for x in (inputs | options).values())
     clean &= all(x.unchanged(outside_only=True) for x in results.values())
     if results:
@@ -333,24 +333,25 @@ def _run(call: Call, data: Data, xp: Any) -> Outcome:
     return Outcome(out, lse, clean)
 
 
-def _assert_right_twice(call: Call, xp: Any) -> None:
+def assert_right_twice(call: Call, xp: Any, function: Any = None) -> None:
+    """Compare with float64, then a second call with the first; `function` stands in for the one that the case names."""
     clean, poisoned = _data(call)
-    first = _run(call, poisoned, xp)
+    first = _run(call, poisoned, xp, function)
     check(call.case, clean, first)
-    second = _run(call, poisoned, xp)
+    second = _run(call, poisoned, xp, function)
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
 
 
 @settings(SETTINGS, max_examples=1000)
 @given(dense_calls(gpu=False))
 def test_dense_on_the_cpu(call: Call) -> None:
-    _assert_right_twice(call, np)
+    assert_right_twice(call, np)
 
 
 @settings(SETTINGS, max_examples=500)
 @given(packed_calls(gpu=False))
 def test_packed_on_the_cpu(call: Call) -> None:
-    _assert_right_twice(call, np)
+    assert_right_twice(call, np)
 
 
 def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
@@ -358,7 +359,7 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
 
     with cuflash.options(kernel=spec.name):
         try:
-            _assert_right_twice(call, cupy)
+            assert_right_twice(call, cupy)
         except ValueError as error:
             # A row may refuse; tests/test_forward.py knows when.
             if "cannot serve this call" not in str(error):

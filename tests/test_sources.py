@@ -38,7 +38,7 @@ def _info(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
     return ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
 
 
-def _problems() -> dict[str, Problem]:
+def representative_problems() -> dict[str, Problem]:
     """Representative problems: every dtype at several head dimensions, and every compile-time feature."""
     problems = {}
     for dtype in FLOAT_NAMES:
@@ -58,11 +58,12 @@ def _problems() -> dict[str, Problem]:
     return problems
 
 
-def _plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
+def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
+    """Plans of the representative problems that a row takes on a device, by name."""
     device = device_of(capability)
     return {
         name: make_plan(problem, device, Settings(spec.name, "", False))
-        for name, problem in _problems().items()
+        for name, problem in representative_problems().items()
         if spec.refusal(problem, device) is None
     }
 
@@ -79,7 +80,7 @@ def _check(name: str, resources: Resources) -> None:
 def test_compiles_without_spills(spec: KernelSpec, capability: int) -> None:
     if capability < spec.min_compute_capability:
         pytest.skip(f"{spec.name} is for sm_{spec.min_compute_capability} and newer")
-    plans = _plans(spec, capability)
+    plans = representative_plans(spec, capability)
     assert plans
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda plan: compile_offline(plan.kernel, plan.macros, f"sm_{capability}"), plans.values())
@@ -103,7 +104,7 @@ def test_compiles_for_sm_70(spec: KernelSpec) -> None:
     nvrtc = _nvrtc_12()
     if nvrtc is None:
         pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
-    for name, plan in _plans(spec, 70).items():
+    for name, plan in representative_plans(spec, 70).items():
         if name.split("-")[1] in ("64", "128", "everything", "varlen"):
             _check(f"{name} sm_70", _compile_with(nvrtc, plan))
 
@@ -131,7 +132,7 @@ def test_struct_layout_and_shared_memory(spec: KernelSpec) -> None:
         checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {params.SIZE}, "size");')
-    for name, plan in _plans(spec, 90).items():
+    for name, plan in representative_plans(spec, 90).items():
         if name.split("-")[1] in ("16", "512", "everything", "varlen"):
             size = f'static_assert(sizeof(cuflash::SharedTiles) == {plan.shared_memory}, "shared memory");'
             compile_offline(plan.kernel, plan.macros, "sm_90", "\n".join([*checks, size, ""]))

@@ -10,6 +10,10 @@ namespace cuflash {
 template <int dtype>
 struct ElementOf;
 template <>
+struct ElementOf<0> {  // no array: clang compiles the branch that would read it all the same
+    using Type = float;
+};
+template <>
 struct ElementOf<CUFLASH_FLOAT16> {
     using Type = unsigned short;
 };

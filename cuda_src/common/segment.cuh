@@ -18,12 +18,12 @@ struct Segment {
     long long tile;  // of this block, counted inside the segment
 };
 
-// Boundary i of the packed queries, kept inside the array; the caller keeps it from falling.
+// Boundary i of the packed queries, not above their number; the caller raises those below their predecessors, or 0.
 __device__ __forceinline__ long long query_boundary(const AttentionParams& params, long long i) {
     if (i > params.num_sequences) return params.seqlen_q;
     const long long value =
         load_integer(params.cu_seqlens_q + i * params.cu_seqlens_q_stride, params.cu_seqlens_q_size);
-    return min(max(value, 0LL), params.seqlen_q);
+    return min(value, params.seqlen_q);
 }
 
 // Finds the segment that holds tile number `tile`, by a running sum over all sequences. Called by the 32 lanes of one
@@ -44,8 +44,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
         for (int i = 1; i < kPerLane; ++i) ends[i] = max(ends[i], ends[i - 1]);
         long long highest = ends[kPerLane - 1];
         for (int distance = 1; distance < 32; distance *= 2) {
-            const long long other = __shfl_up_sync(kAllLanes, highest, distance);
-            if (lane >= distance) highest = max(highest, other);
+            highest = max(highest, __shfl_up_sync(kAllLanes, highest, distance));
         }
         long long begin = __shfl_up_sync(kAllLanes, highest, 1);
         begin = lane == 0 ? chunk_begin : max(begin, chunk_begin);

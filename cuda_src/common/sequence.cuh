@@ -7,7 +7,8 @@
 
 namespace cuflash {
 
-// One block's share of the work. Addresses point at the batch, the first head and the first token of the sequence.
+// One block's share of the work. Addresses point at the batch, the first head and the first token of the sequence;
+// those of arrays that the call has not are null, as their strides are 0.
 struct TileMap {
     const char* q;
     const char* k;
@@ -57,15 +58,13 @@ __device__ __forceinline__ void map_packed_sequence(const AttentionParams& param
     tile.k = params.k + head_kv * params.k_strides.head + begin_k * params.k_strides.row;
     tile.v = params.v + head_kv * params.v_strides.head + begin_k * params.v_strides.row;
     tile.out = params.out + head * params.out_strides.head + begin_q * params.out_strides.row;
-    tile.lse = params.lse ? params.lse + head * params.lse_strides.head + begin_q * params.lse_strides.row : nullptr;
+    tile.lse = params.lse + head * params.lse_strides.head + begin_q * params.lse_strides.row;
     tile.bias = nullptr;
     tile.mask = nullptr;
-    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + sequence * params.alibi_strides.batch[0] +
-                                                  head * params.alibi_strides.head
-                                            : nullptr;
-    tile.sinks = params.sinks && is_sequence
-                     ? params.sinks + sequence * params.sink_strides.batch[0] + head * params.sink_strides.head
-                     : nullptr;
+    tile.alibi_slopes =
+        params.alibi_slopes + sequence * params.alibi_strides.batch[0] + head * params.alibi_strides.head;
+    tile.sinks = is_sequence ? params.sinks + sequence * params.sink_strides.batch[0] + head * params.sink_strides.head
+                             : nullptr;
     tile.seqlen_q = segment.end - segment.begin;
     tile.seqlen_k = end_k - begin_k;
     tile.query_offset = params.offset_from_lengths ? tile.seqlen_k - tile.seqlen_q : params.query_offset;
@@ -94,22 +93,18 @@ __device__ __forceinline__ void map_dense(const AttentionParams& params, long lo
     tile.k = params.k + batch_offset(params.k_strides, at) + head_kv * params.k_strides.head;
     tile.v = params.v + batch_offset(params.v_strides, at) + head_kv * params.v_strides.head;
     tile.out = params.out + batch_offset(params.out_strides, at) + head * params.out_strides.head;
-    tile.lse =
-        params.lse ? params.lse + batch_offset(params.lse_strides, at) + head * params.lse_strides.head : nullptr;
+    tile.lse = params.lse + batch_offset(params.lse_strides, at) + head * params.lse_strides.head;
     tile.bias = params.bias + batch_offset(params.bias_strides, at) + head * params.bias_strides.head;
     tile.mask = params.mask + batch_offset(params.mask_strides, at) + head * params.mask_strides.head;
-    tile.alibi_slopes = params.alibi_slopes ? params.alibi_slopes + batch_offset(params.alibi_strides, at) +
-                                                  head * params.alibi_strides.head
-                                            : nullptr;
-    tile.sinks =
-        params.sinks ? params.sinks + batch_offset(params.sink_strides, at) + head * params.sink_strides.head : nullptr;
+    tile.alibi_slopes = params.alibi_slopes + batch_offset(params.alibi_strides, at) + head * params.alibi_strides.head;
+    tile.sinks = params.sinks + batch_offset(params.sink_strides, at) + head * params.sink_strides.head;
     tile.seqlen_q = params.seqlen_q;
     tile.seqlen_k = params.seqlen_k;
     tile.query_offset = params.query_offset;
     if (params.query_offsets) {
         const char* offset = params.query_offsets + batch_offset(params.query_offset_strides, at);
-        // Beyond 2^61 every key is on one side, and positions can still be added up.
-        tile.query_offset = min(max(load_integer(offset, params.query_offset_size), -(1LL << 61)), 1LL << 61);
+        // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
+        tile.query_offset = min(max(load_integer(offset, params.query_offset_size), -(1LL << 60)), 1LL << 60);
     }
     tile.row_begin = m_block * kBlockM;
     tile.num_rows = params.seqlen_q * params.packed_heads;

@@ -15,6 +15,21 @@ __device__ __forceinline__ void cp_async_16(void* shared_target, const void* sou
 #endif
 }
 
+// Makes a group of the copies that this thread has issued since the last group.
+__device__ __forceinline__ void cp_async_commit() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Waits for all of this thread's groups but the newest kPending.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait_group() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
 // Waits for all copies that this thread has issued.
 __device__ __forceinline__ void cp_async_wait() {
 #if __CUDA_ARCH__ >= 800

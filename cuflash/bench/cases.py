@@ -1,0 +1,266 @@
+"""Problems that `python -m cuflash bench` measures: the table, how much work each one is, and its arrays."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
+
+Window = tuple[int | None, int | None]
+
+
+class Case(NamedTuple):
+    """One problem: arrays (batch, heads, sequence, feature) in C order, and options."""
+
+    group: str
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool = False
+    window: Window | None = None
+    softcap: float | None = None
+    bias: bool = False
+    """Add a bias of shape (heads, seqlen_q, seqlen_k), in the dtype of the case."""
+    value_mean: float = 0.0
+    value_spread: float = 1.0
+    """The values are normal with this mean and standard deviation; queries and keys have 0 and 1."""
+
+    @property
+    def name(self) -> str:
+        """Everything that tells this case from others, in a line."""
+        heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+        length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
+        feature = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        options = ["causal" if self.causal else "full"]
+        if self.window is not None:
+            options.append("window " + ",".join("none" if side is None else str(side) for side in self.window))
+        if self.softcap is not None:
+            options.append(f"softcap {self.softcap:g}")
+        if self.bias:
+            options.append("bias")
+        if self.value_mean:
+            options.append(f"values {self.value_mean:g} +- {self.value_spread:g}")
+        return f"{self.dtype} B{self.batch} H{heads} N{length} D{feature} {' '.join(options)}"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each input array by argument name."""
+        shapes: dict[str, tuple[int, ...]] = {
+            "q": (self.batch, self.heads, self.seqlen_q, self.head_dim),
+            "k": (self.batch, self.kv_heads, self.seqlen_k, self.head_dim),
+            "v": (self.batch, self.kv_heads, self.seqlen_k, self.head_dim_v),
+        }
+        if self.bias:
+            shapes["bias"] = (self.heads, self.seqlen_q, self.seqlen_k)
+        return shapes
+
+    @property
+    def shape_out(self) -> tuple[int, ...]:
+        """Shape of the result."""
+        return self.batch, self.heads, self.seqlen_q, self.head_dim_v
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `cuflash.attention` that are not arrays."""
+        given = {"causal": self.causal or None, "window": self.window, "softcap": self.softcap}
+        return {name: value for name, value in given.items() if value is not None}
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the two products, for the pairs that are visible."""
+        pairs = visible_pairs(self.seqlen_q, self.seqlen_k, self.causal, self.window)
+        return 2 * pairs * (self.head_dim + self.head_dim_v) * self.batch * self.heads
+
+    @property
+    def bytes(self) -> int:
+        """What has to be read and written at least: each array once."""
+        shapes = [*self.shapes.values(), self.shape_out]
+        return sum(prod(shape) for shape in shapes) * ITEMSIZE[self.dtype]
+
+    @property
+    def queries(self) -> int:
+        """Tokens for which a result is computed."""
+        return self.batch * self.seqlen_q
+
+
+def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> int:
+    """Count the pairs of a query and a key that it sees, the last query standing at the last key."""
+    left, right = (None, None) if window is None else window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    position = np.arange(seqlen_q, dtype=np.int64) + (seqlen_k - seqlen_q)
+    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
+    last = np.full_like(position, seqlen_k - 1) if right is None else np.minimum(position + right, seqlen_k - 1)
+    return int(np.maximum(last - first + 1, 0).sum())
+
+
+def _square(group: str, dtype: str, heads: int, seqlen: int, head_dim: int, batch: int = 1, **options: Any) -> Case:
+    """As many queries as keys; values have the features and, unless `kv_heads` is given, keys the heads of queries."""
+    kv_heads = options.pop("kv_heads", heads)
+    head_dim_v = options.pop("head_dim_v", head_dim)
+    return Case(group, dtype, batch, heads, kv_heads, seqlen, seqlen, head_dim, head_dim_v, **options)
+
+
+def _tokens(dtype: str, head_dim: int, seqlen: int, tokens: int, hidden: int, causal: bool) -> Case:
+    """As many sequences and heads as make up a number of tokens and a width; the group is named after the dtype."""
+    batch, heads = max(1, tokens // seqlen), max(1, hidden // head_dim)
+    return _square(dtype, dtype, heads, seqlen, head_dim, batch, causal=causal)
+
+
+def _wide(dtype: str) -> list[Case]:
+    """float32 and float64: 8k tokens, width 1024."""
+    return [_tokens(dtype, d, 4096, 8192, 1024, causal) for d in (32, 64, 128, 256) for causal in (False, True)]
+
+
+_MORE_FLOAT32 = [
+    _tokens("float32", 512, 4096, 8192, 1024, False),
+    _tokens("float32", 64, 512, 8192, 1024, True),
+    _tokens("float32", 64, 16384, 16384, 1024, False),
+]
+
+
+def _half(dtype: str) -> list[Case]:
+    """The 16-bit types: 16k tokens, width 2048."""
+    return [
+        _tokens(dtype, head_dim, seqlen, 16384, 2048, causal)
+        for head_dim in (32, 64, 80, 128, 256)
+        for causal in (False, True)
+        for seqlen in (512, 2048, 4096, 16384)
+    ]
+
+
+def _options() -> list[Case]:
+    """What kernels like to leave out: shared key heads, windows, softcap, bias, odd lengths and features."""
+    group = "options"
+    return [
+        _square(group, "bfloat16", 32, 4096, 128, 4, kv_heads=8, causal=True),
+        _square(group, "bfloat16", 64, 2048, 128, 4, kv_heads=1, causal=True),
+        _square(group, "float32", 16, 4096, 64, 2, kv_heads=4, causal=True),
+        _square(group, "float16", 16, 16384, 128, causal=True, window=(1023, 0)),
+        _square(group, "bfloat16", 16, 4096, 128, 4, window=(255, 255)),
+        _square(group, "bfloat16", 16, 4096, 128, 4, causal=True, softcap=30.0),
+        _square(group, "float16", 32, 2048, 64, 4, bias=True),
+        _square(group, "float16", 16, 1000, 128, 2, causal=True),
+        _square(group, "float16", 16, 4097, 64, 2),
+        _square(group, "float16", 24, 3000, 96, 2, kv_heads=8, causal=True),
+        _square(group, "float16", 12, 197, 64, 32),
+        _square(group, "float16", 16, 2000, 160, 2, causal=True),
+        _square(group, "bfloat16", 16, 4096, 192, 2, head_dim_v=128, causal=True),
+        Case(group, "float16", 2, 16, 16, 4096, 77, 40, 40),
+    ]
+
+
+def _decode() -> list[Case]:
+    """One new token against a cache: the time goes into reading it."""
+    return [
+        Case("decode", "bfloat16", batch, 32, kv_heads, 1, seqlen_k, 128, 128, causal=True)
+        for batch, kv_heads, seqlen_k in ((1, 8, 8192), (1, 8, 131072), (16, 8, 8192), (16, 32, 8192))
+    ]
+
+
+def _drift() -> list[Case]:
+    """Values with a mean: sums that lose bits as they grow show here, and hide in values around 0."""
+    return [
+        Case("drift", dtype, 1, 2, 2, 64, seqlen_k, 128, 128, value_mean=1.0, value_spread=0.1)
+        for dtype in ("float16", "bfloat16")
+        for seqlen_k in (1024, 8192, 65536, 262144)
+    ]
+
+
+def _cpu() -> list[Case]:
+    """Sizes that a processor finishes in a fraction of a second."""
+    return [
+        _square("cpu", "float32", 16, 2048, 64),
+        _square("cpu", "float32", 16, 2048, 64, causal=True),
+        _square("cpu", "float32", 16, 2048, 128),
+        _square("cpu", "float32", 16, 512, 64),
+        _square("cpu", "float32", 1, 4096, 64),
+        _square("cpu", "float32", 16, 2048, 64, kv_heads=4, causal=True, window=(255, 0)),
+        _square("cpu", "float64", 16, 1024, 64),
+        _square("cpu", "float16", 16, 1024, 64),
+        _square("cpu", "bfloat16", 16, 1024, 64),
+    ]
+
+
+GROUPS: dict[str, list[Case]] = {
+    "float32": _wide("float32") + _MORE_FLOAT32,
+    "float64": _wide("float64"),
+    "float16": _half("float16"),
+    "bfloat16": _half("bfloat16"),
+    "options": _options(),
+    "decode": _decode(),
+    "drift": _drift(),
+    "cpu": _cpu(),
+}
+"""The table, by name of the group."""
+
+OVERHEADS = "overheads"
+"""Name of the group that has no cases: import, host time per call, compile time, memory."""
+
+DEFAULT_GROUPS = {
+    "gpu": [*(name for name in GROUPS if name != "cpu"), OVERHEADS],
+    "numpy": ["cpu", "drift", OVERHEADS],
+}
+"""What is measured when nothing is chosen, by back end."""
+
+QUICK_FLOPS = {"gpu": 2 * 10**12, "numpy": 6 * 10**9}
+"""Largest case of a quick run: a fraction of a second for the slowest kernel."""
+QUICK_CASES = 3
+
+
+def quick(cases: list[Case], backend: str) -> list[Case]:
+    """Choose a few cases of a group: the first, the last and one between, none of them large."""
+    small = [case for case in cases if case.flops <= QUICK_FLOPS[backend]]
+    if len(small) <= QUICK_CASES:
+        return small
+    return [small[i * (len(small) - 1) // (QUICK_CASES - 1)] for i in range(QUICK_CASES)]
+
+
+class Inputs(NamedTuple):
+    """The arrays of a case, on the device that computes it. What a peer is given."""
+
+    case: Case
+    q: Any
+    """(batch, heads, seqlen_q, head_dim)"""
+    k: Any
+    """(batch, kv_heads, seqlen_k, head_dim)"""
+    v: Any
+    """(batch, kv_heads, seqlen_k, head_dim_v)"""
+    bias: Any
+    """(heads, seqlen_q, seqlen_k) or None"""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of `cuflash.attention`."""
+        return self.case.options | ({} if self.bias is None else {"bias": self.bias})
+
+
+def make_inputs(case: Case, xp: Any) -> Inputs:
+    """Draw the arrays of a case with the library `xp`, numpy or cupy: the same ones every time."""
+    rng = xp.random.default_rng(0)
+    # float64 arrays that hold float32 numbers would make products exact and the error smaller than it is.
+    drawn = np.float64 if case.dtype == "float64" else np.float32
+    arrays = {}
+    for name, shape in case.shapes.items():
+        x = rng.standard_normal(shape, dtype=drawn)
+        if name == "v" and (case.value_mean, case.value_spread) != (0.0, 1.0):
+            x *= drawn(case.value_spread)
+            x += drawn(case.value_mean)
+        arrays[name] = x.astype(DTYPES[case.dtype])
+    return Inputs(case, arrays["q"], arrays["k"], arrays["v"], arrays.get("bias"))
+
+
+def stand_ins(case: Case) -> dict[str, Any]:
+    """Describe a case's arrays, by argument name, as they would be on the first GPU."""
+    return {
+        name: ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[case.dtype]), case.dtype, 0, 0, True)
+        for name, shape in case.shapes.items()
+    }

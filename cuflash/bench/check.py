@@ -1,0 +1,140 @@
+"""The gate of `python -m cuflash bench`: results against float64, in some rows of every head.
+
+All rows would need all N x N scores of all heads in float64. Evenly spaced rows of every head, each at another place in
+its tile, find what kernels get wrong; that the rest is finite costs one pass over the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import DTYPES
+from ..threads import one_blas_thread
+from .cases import Case, Inputs
+
+ALLOWED = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-6, "float64": 4e-15}
+"""Largest relative error. In 16 bits it is twice that of rounding the exact result, as kernels that feed tensor cores
+round their weights as well."""
+ALLOWED_DRIFT = 1.1
+"""Largest relative error for values with a mean, in units of that of rounding the exact result."""
+CHECKED_ROWS = 1024
+"""Rows in all that are compared, where there are not so many heads that each gets `ROWS_PER_HEAD`."""
+ROWS_PER_HEAD = 8
+SCORES = 2**24
+"""Scores in float64 that may be in memory at once: 128 MiB, a few times."""
+
+
+class Verdict(NamedTuple):
+    """What the comparison with float64 found."""
+
+    mse: float
+    """Mean squared error."""
+    relative_error: float
+    """Norm of the error over the norm of the exact result."""
+    rounding_error: float
+    """Relative error of the exact result once it is rounded to the dtype of the case."""
+    allowed: float
+    finite: bool
+    """Every element of the result, compared or not, is a number."""
+
+    @property
+    def good(self) -> bool:
+        """Whether a speed may be printed."""
+        return self.finite and self.relative_error <= self.allowed
+
+    def __str__(self) -> str:
+        finite = "" if self.finite else ", elements that are not finite"
+        return f"relative error {self.relative_error:.1e}, allowed {self.allowed:.1e}{finite}"
+
+
+def to_host(x: Any) -> np.ndarray:
+    """Return a NumPy array of the same content."""
+    return x.get() if hasattr(x, "get") else x
+
+
+def poisoned(shape: tuple[int, ...], dtype: str, xp: Any) -> Any:
+    """Allocate an array that is NaN everywhere: what a kernel leaves out shows."""
+    memory = xp.full(prod(shape) * DTYPES[dtype].itemsize, 0xFF, np.uint8)
+    return xp.ndarray(shape, DTYPES[dtype], memory.data)
+
+
+def sampled_rows(case: Case) -> list[slice]:
+    """Rows of a head that are compared: the first one, and evenly spaced ones up to the last."""
+    wanted = max(ROWS_PER_HEAD, CHECKED_ROWS // (case.batch * case.heads))
+    # An even step would meet tiles, whose heights are powers of two, always at the same few rows.
+    step = max(1, case.seqlen_q // wanted) | 1
+    begin = (case.seqlen_q - 1) % step
+    at_once = max(1, SCORES // max(case.seqlen_k, 1)) * step
+    rows = [slice(i, min(i + at_once, case.seqlen_q), step) for i in range(begin, case.seqlen_q, at_once)]
+    return [slice(0, 1), *rows] if begin else rows
+
+
+def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any) -> Iterator[Any]:
+    """Compute slices of one head in float64, on the device of the inputs."""
+    case = inputs.case
+    kv_head = head // (case.heads // case.kv_heads)
+    k, v = (x[batch, kv_head].astype(np.float64) for x in (inputs.k, inputs.v))
+    key = xp.arange(case.seqlen_k)
+    left, right = (None, None) if case.window is None else case.window
+    for some in rows:
+        scores = (inputs.q[batch, head, some].astype(np.float64) @ k.T) * case.head_dim**-0.5
+        if case.softcap is not None:
+            scores = case.softcap * xp.tanh(scores / case.softcap)
+        if inputs.bias is not None:
+            scores = scores + inputs.bias[head, some].astype(np.float64)
+        position = (xp.arange(case.seqlen_q)[some] + (case.seqlen_k - case.seqlen_q))[:, None]
+        visible = xp.ones(scores.shape, bool)
+        if case.causal:
+            visible &= key <= position
+        if left is not None:
+            visible &= key >= position - left
+        if right is not None:
+            visible &= key <= position + right
+        # A query that sees nothing keeps the weights of these scores, all of them 0.
+        scores = xp.where(visible, scores, -1e300)
+        weights = xp.where(visible, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+        total = weights.sum(-1, keepdims=True)
+        yield weights @ v / xp.where(total == 0.0, 1.0, total)
+
+
+def check(inputs: Inputs, out: Any, xp: Any) -> Verdict:
+    """Compare a result with float64.
+
+    Parameters
+    ----------
+    inputs : Inputs
+        What it was computed from.
+    out : array, shape (batch, heads, seqlen_q, head_dim_v)
+        On the same device; any float dtype.
+    xp : module
+        numpy or cupy.
+    """
+    case = inputs.case
+    rows = sampled_rows(case)
+    squared = norm = rounding = 0.0
+    count = 0
+    # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
+    with one_blas_thread:
+        for batch, head in np.ndindex(case.batch, case.heads):
+            for some, values in zip(rows, exact_rows(inputs, batch, head, rows, xp), strict=True):
+                exact = to_host(values)
+                got = to_host(out[batch, head, some].astype(np.float64))
+                rounded = exact.astype(DTYPES[case.dtype]).astype(np.float64)
+                squared += float(((got - exact) ** 2).sum())
+                rounding += float(((rounded - exact) ** 2).sum())
+                norm += float((exact**2).sum())
+                count += exact.size
+    if norm == 0.0:  # nothing is visible: only zeros are right
+        norm = 1.0
+    error, rounding_error = (float(np.sqrt(x / norm)) for x in (squared, rounding))
+    allowed = ALLOWED_DRIFT * rounding_error if case.value_mean else ALLOWED[case.dtype]
+    return Verdict(squared / max(count, 1), error, rounding_error, allowed, _all_finite(out, xp))
+
+
+def _all_finite(out: Any, xp: Any) -> bool:
+    # Not every library has functions of bfloat16, but all convert it.
+    return bool(xp.isfinite(out if out.dtype.itemsize > 2 else out.astype(np.float32)).all())

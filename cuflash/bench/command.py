@@ -1,0 +1,274 @@
+"""`python -m cuflash bench`: speed and error of every kernel beside its limits and its peers.
+
+The table of problems (`cases`), or one problem given on the command line, is measured on the GPU or on the NumPy
+back end: first the gate, a comparison with float64 (`check`), then the speed (`measure`, `device`),
+for each kernel and each peer. Results go to the terminal and, if asked, to JSON, Markdown and a picture.
+
+Other libraries are not part of the package: they are compared where a file of peers is named or lies in the checkout.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..arrays import FLOAT_NAMES
+from ..demo import choose_backend
+from ..explain import gpu_available
+from ..kernels import kernel_names
+from ..problem import describe_attention
+from . import cases as case_table
+from . import report as reports
+from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, stand_ins
+from .device import GpuBackend, NumpyBackend, measure_limits
+from .measure import Peer, Request, compile_ahead, measure
+from .overheads import SmallCalls, overheads
+
+PEERS_FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "peers.py"
+"""Beside the package in a checkout."""
+QUICK_SECONDS = 14.0
+"""After this time a quick run begins no further problem; the last one, and the overheads, are done within 30 s."""
+QUICK_REPEATS = 3
+SHAPE_OPTIONS = ("batch", "heads", "kv_heads", "seqlen", "seqlen_k", "head_dim", "dtype", "causal")
+"""Any of them measures one problem instead of the table."""
+
+
+class Peers(NamedTuple):
+    """What is measured beside the kernels."""
+
+    table: Mapping[str, Peer]
+    small_calls: SmallCalls | None = None
+    release: Callable[[], None] | None = None
+
+
+def load_peers(source: str | None, backend: str) -> Peers:
+    """Find other libraries to compare with.
+
+    Parameters
+    ----------
+    source : str or None
+        A Python file or the name of a module with a function ``peers(backend)``, which returns a mapping of names to
+        `Peer`; maybe with ``small_calls(q)`` (see `overheads.SmallCalls`), and ``release()``, which gives unused
+        memory back and is called behind each problem. "none": no peers. None: the checkout's file, if there is one.
+    backend : {"gpu", "numpy"}
+
+    Raises
+    ------
+    ValueError
+        There is no such file or module, it cannot be imported, or it has no such function.
+    """
+    if source == "none" or (source is None and not PEERS_FILE.is_file()):
+        return Peers({})
+    path = PEERS_FILE if source is None else Path(source)
+    try:
+        if path.suffix == ".py":
+            spec = importlib.util.spec_from_file_location("cuflash_bench_peers", path)
+            if spec is None or spec.loader is None:
+                raise ImportError(f"{path} is no Python file")
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(str(source))
+        extras = (getattr(module, name, None) for name in ("small_calls", "release"))
+        return Peers(dict(module.peers(backend)), *extras)
+    except Exception as error:  # the file may do anything
+        raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not positive")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash bench",
+        description="Check the kernels against float64, and measure them beside other libraries.",
+    )
+    parser.add_argument("--backend", choices=("gpu", "numpy"), help="default: gpu if there is one")
+    parser.add_argument("--quick", action="store_true", help="a few problems, three repeats, 30 seconds in all")
+    parser.add_argument("--group", nargs="+", choices=(*GROUPS, OVERHEADS), help="parts of the table")
+    parser.add_argument("--kernel", default="", choices=(*kernel_names(), "all"), help="default: automatic choice")
+    parser.add_argument("--tile", default="", help="such as 64x64; default: automatic choice")
+    parser.add_argument(
+        "--repeats", type=_positive, help="timed runs, of which the median counts, fewer if they are slow; default: 9"
+    )
+    parser.add_argument("--no-verify", action="store_true", help="do not compare with float64")
+    parser.add_argument(
+        "--peers",
+        metavar="FILE_OR_MODULE",
+        help="other libraries; 'none'; default: benchmarks/peers.py, if it is there",
+    )
+    shape = parser.add_argument_group("one problem instead of the table")
+    shape.add_argument("--batch", type=_positive, help="default: 1")
+    shape.add_argument("--heads", type=_positive, help="default: 16")
+    shape.add_argument("--kv-heads", type=_positive, help="default: as many as heads")
+    shape.add_argument("--seqlen", type=_positive, metavar="N", help="queries; default: 4096, with NumPy 2048")
+    shape.add_argument("--seqlen-k", type=_positive, metavar="N", help="keys; default: as many as queries")
+    shape.add_argument("--head-dim", type=_positive, help="default: 128")
+    shape.add_argument("--dtype", choices=FLOAT_NAMES, help="default: float16, with NumPy float32")
+    shape.add_argument("--causal", action="store_true", default=None)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", type=Path, metavar="FILE", help="everything that was measured")
+    output.add_argument("--markdown", type=Path, metavar="FILE", help="tables")
+    output.add_argument("--plot", type=Path, metavar="FILE.png", help="picture; needs matplotlib")
+    return parser
+
+
+def single_case(arguments: argparse.Namespace, backend: str) -> Case:
+    """The problem of the shape options; ValueError, from the call's own checks, if it cannot be."""
+    heads = arguments.heads or 16
+    seqlen = arguments.seqlen or (4096 if backend == "gpu" else 2048)
+    dtype = arguments.dtype or ("float16" if backend == "gpu" else "float32")
+    head_dim = arguments.head_dim or 128
+    case = Case(
+        "one problem", dtype, arguments.batch or 1, heads, arguments.kv_heads or heads, seqlen,
+        arguments.seqlen_k or seqlen, head_dim, head_dim, bool(arguments.causal),
+    )  # fmt: skip
+    describe_attention(**stand_ins(case), **case.options)
+    return case
+
+
+def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[Case], bool]:
+    """Return the problems to measure, and whether the overheads are measured too."""
+    if any(getattr(arguments, name) is not None for name in SHAPE_OPTIONS):
+        if arguments.group:
+            raise ValueError("--group chooses from the table, the shape options measure one problem: give one of them")
+        return [single_case(arguments, backend)], False
+    groups = arguments.group or DEFAULT_GROUPS[backend]
+    cases = []
+    for name in groups:
+        group = GROUPS.get(name, [])
+        cases += case_table.quick(group, backend) if arguments.quick else group
+    return cases, OVERHEADS in groups
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for files that could not be written when everything is measured."""
+    for name in ("json", "markdown", "plot"):
+        path = getattr(arguments, name)
+        if path is not None and not path.resolve().parent.is_dir():
+            raise ValueError(f"--{name} {path}: there is no folder {path.resolve().parent}")
+    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'cuflash[examples]'")
+
+
+def run(
+    cases: list[Case],
+    with_overheads: bool,
+    backend: NumpyBackend,
+    request: Request,
+    peers: Peers,
+    deadline: float | None = None,
+    stored: Path | None = None,
+) -> reports.Report:
+    """Measure, print each problem when it is done, and return what `--json` stores.
+
+    Parameters
+    ----------
+    cases : list of Case
+    with_overheads : bool
+    backend : NumpyBackend
+        Or `GpuBackend`.
+    request : Request
+    peers : Peers
+    deadline : float, optional
+        The run is a quick one: no problem is begun after this time (`time.monotonic`).
+    stored : Path, optional
+        Written behind each problem, so that a run that is stopped leaves what it has.
+    """
+    if backend.name == "gpu":
+        compile_ahead(cases, request)
+    dtypes = list(dict.fromkeys(case.dtype for case in cases))
+    report: reports.Report = {
+        "format": 2,
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "backend": backend.name,
+        "device": backend.device_name(),
+        "versions": backend.versions(),
+        "verified": request.verify,
+        "repeats": request.repeats,
+        "problems": [],
+    }
+    if cases:
+        report["limits"] = measure_limits(backend, dtypes)
+    print(reports.header(report), flush=True)
+    for case in cases:
+        if deadline is not None and time.monotonic() > deadline:
+            report.setdefault("left_out", []).append(case.name)
+            continue
+        report["problems"].append(measure(case, backend, request, report["limits"], peers.table))
+        print(reports.block(report["problems"][-1]), flush=True)
+        if peers.release is not None:
+            peers.release()
+        write_json(report, stored)
+    if with_overheads:
+        try:
+            report["overheads"] = overheads(backend, peers.small_calls, deadline is not None)
+        except Exception as error:  # what was measured before is not lost
+            report["overheads_failed"] = f"{type(error).__name__}: {error}"
+    report["versions"] = backend.versions()  # again: peers have been imported meanwhile
+    return report
+
+
+def write_json(report: reports.Report, path: Path | None) -> None:
+    """Write everything that was measured."""
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def write(report: reports.Report, arguments: argparse.Namespace) -> None:
+    """Write the files that were asked for."""
+    write_json(report, arguments.json)
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(reports.markdown(report) + "\n")
+    if arguments.plot is not None:
+        from .plot import save
+
+        save(report, arguments.plot)
+
+
+def main(args: list[str]) -> int:
+    """Run the command; 1 if a result is wrong, if a call failed, or if nothing could be measured."""
+    begin = time.monotonic()
+    parser = make_parser()
+    arguments = parser.parse_args(args)
+    name = arguments.backend or ("gpu" if gpu_available() else "numpy")
+    try:
+        choose_backend("numpy" if name == "numpy" else "cupy")
+        check_outputs(arguments)
+        cases, with_overheads = choose_cases(arguments, name)
+        peers = load_peers(arguments.peers, name)
+    except (RuntimeError, TypeError, ValueError) as error:
+        parser.error(str(error))
+    repeats = arguments.repeats or (QUICK_REPEATS if arguments.quick else Request().repeats)
+    request = Request(arguments.kernel, arguments.tile, repeats, not arguments.no_verify)
+    backend = GpuBackend() if name == "gpu" else NumpyBackend()
+    deadline = begin + QUICK_SECONDS if arguments.quick else None
+    report = run(cases, with_overheads, backend, request, peers, deadline, arguments.json)
+    write(report, arguments)
+    if report["problems"]:
+        print(f"\n{reports.markdown(report)}")
+    print(f"\n{reports.summary(report)}")
+    return status(report)
+
+
+def status(report: reports.Report) -> int:
+    """Exit status for what was measured."""
+    problems: list[dict[str, Any]] = report["problems"]
+    served = any("refused" not in result for p in problems for result in p["results"] if "peer" not in result)
+    if problems and not served:
+        print("nothing was measured: no kernel serves these problems", file=sys.stderr)
+        return 1
+    return 1 if any(map(reports.bad, problems)) or "overheads_failed" in report else 0

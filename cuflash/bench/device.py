@@ -1,0 +1,173 @@
+"""What `python -m cuflash bench` measures with, on GPUs and with NumPy: a clock, the machine's limits and its name."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__, knobs
+from ..arrays import DTYPES
+from ..compile import source_digest
+
+
+class NumpyBackend:
+    """NumPy arrays, timed by the clock of the host."""
+
+    name = "numpy"
+    flush_bytes = 128 << 20
+    """More than the caches hold."""
+    gemm_size = 1024
+    copy_bytes = 256 << 20
+    rest_seconds = 0.1
+    """Pause before each phase, in which the threads of the library before stop spinning."""
+    enough_seconds = 5.0
+    """Time after which a function that is slow has been run often enough."""
+
+    def __init__(self) -> None:
+        self.xp: Any = np
+        self._flush: Any = None
+
+    def device_name(self) -> str:
+        """Processor and threads."""
+        return f"{processor_name()}, {knobs.num_threads()} threads"
+
+    def flush(self) -> None:
+        """Fill the caches with something else, by reading: what is written goes to memory while others are timed."""
+        if self._flush is None:
+            self._flush = self.xp.ones(self.flush_bytes // 4, np.float32)
+        self._flush.sum()
+
+    def times(self, function: Callable[[], Any], repeats: int) -> list[float]:
+        """Seconds of each of several runs, after one that warms up, with cold caches; at least three if it is slow."""
+        function()
+        times: list[float] = []
+        while len(times) < repeats and (len(times) < 3 or sum(times) < self.enough_seconds):
+            times.append(self._time(function))
+        return times
+
+    def _time(self, function: Callable[[], Any]) -> float:
+        self.flush()
+        begin = time.perf_counter()
+        function()
+        return time.perf_counter() - begin
+
+    def synchronize(self) -> None:
+        """Wait for what was begun."""
+
+    def release(self) -> None:
+        """Give unused memory back, so that the next library can have it."""
+
+    def versions(self) -> dict[str, str]:
+        """Of everything that took part and is imported already."""
+        found = {"cuflash": __version__, "sources": source_digest(), "python": platform.python_version()}
+        for name in ("numpy", "torch"):
+            if sys.modules.get(name) is not None:
+                found[name] = str(sys.modules[name].__version__)
+        return found
+
+    def gemm_dtype(self, dtype: str) -> str:
+        """Type whose matrix product is the limit: NumPy has no fast one in 16 bits, and cuflash computes in float32."""
+        return "float64" if dtype == "float64" else "float32"
+
+    def gemm_flops(self, dtype: str) -> float:
+        """FLOP/s of the library's matrix product."""
+        n = self.gemm_size
+        rng = self.xp.random.default_rng(0)
+        a, b = (rng.standard_normal((n, n), dtype=np.float32).astype(DTYPES[dtype]) for _ in range(2))
+        out = self.xp.empty_like(a)
+        # The fastest run: a limit is what the machine can do undisturbed.
+        return 2 * n**3 / min(self.times(lambda: self.xp.matmul(a, b, out=out), 5))
+
+    def copy_rate(self) -> float:
+        """Bytes per second, read and written, of a copy."""
+        source = self.xp.ones(self.copy_bytes // 4, np.float32)
+        target = self.xp.empty_like(source)
+        return 2 * self.copy_bytes / min(self.times(lambda: self.xp.copyto(target, source), 5))
+
+
+class GpuBackend(NumpyBackend):
+    """CuPy arrays on the current GPU, timed by its own clock."""
+
+    name = "gpu"
+    flush_bytes = 256 << 20
+    gemm_size = 8192
+    copy_bytes = 1 << 30
+    rest_seconds = 0.0
+    enough_seconds = 0.5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.xp = importlib.import_module("cupy")
+
+    def device_name(self) -> str:
+        """Name of the GPU, from the driver."""
+        properties = self.xp.cuda.runtime.getDeviceProperties(self.xp.cuda.runtime.getDevice())
+        return str(properties["name"].decode())
+
+    def _time(self, function: Callable[[], Any]) -> float:
+        begin, end = self.xp.cuda.Event(), self.xp.cuda.Event()
+        # Reading takes the GPU so long that the host, which is ahead meanwhile, adds nothing to what is measured.
+        for _ in range(4):
+            self.flush()
+        begin.record()
+        function()
+        end.record()
+        end.synchronize()
+        return 1e-3 * float(self.xp.cuda.get_elapsed_time(begin, end))
+
+    def synchronize(self) -> None:
+        """Wait for what was begun."""
+        self.xp.cuda.Device().synchronize()
+
+    def release(self) -> None:
+        """Give unused memory back, so that the next library can have it."""
+        self.synchronize()
+        self.xp.get_default_memory_pool().free_all_blocks()
+
+    def versions(self) -> dict[str, str]:
+        """Of everything that took part and is imported already."""
+        runtime = self.xp.cuda.runtime
+        return {
+            **super().versions(),
+            "cupy": self.xp.__version__,
+            "nvrtc": ".".join(map(str, self.xp.cuda.nvrtc.getVersion())),
+            "driver": f"CUDA {runtime.driverGetVersion() // 1000}.{runtime.driverGetVersion() % 1000 // 10}",
+        }
+
+    def gemm_dtype(self, dtype: str) -> str:
+        """Type whose matrix product is the limit: CuPy multiplies no bfloat16, and GPUs are as fast with float16."""
+        return "float16" if dtype == "bfloat16" else dtype
+
+
+def measure_limits(backend: NumpyBackend, dtypes: list[str]) -> dict[str, Any]:
+    """What the machine can do at most: TFLOP/s of the library's matrix products by dtype, and GB/s of a copy."""
+    time.sleep(backend.rest_seconds)
+    measured: dict[str, float] = {}
+    for dtype in dtypes:
+        stands_for = backend.gemm_dtype(dtype)
+        if stands_for not in measured:
+            measured[stands_for] = backend.gemm_flops(stands_for)
+    limits = {
+        "gemm_tflops": {dtype: 1e-12 * measured[backend.gemm_dtype(dtype)] for dtype in dtypes},
+        "copy_gbs": 1e-9 * backend.copy_rate(),
+    }
+    backend.release()
+    return limits
+
+
+def processor_name() -> str:
+    """Name of the CPU."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,153 @@
+"""What calls cost beside their kernels: import, host time, compile time, memory. Group "overheads" of the benchmark."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import launch
+from ..arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from ..compile import KernelCompileError, compile_offline
+from ..dense import attention
+from ..kernels import KERNELS, Device, KernelSpec, device_of
+from ..knobs import Settings
+from ..plan import make_plan
+from ..problem import describe_attention
+from .device import NumpyBackend
+
+CAPABILITY = 90
+"""What kernels are compiled for, to time it, on machines without a GPU."""
+SmallCalls = Callable[[Any], Mapping[str, Callable[[], Any]]]
+"""Takes a small query (1, 1, 16, 64) and returns other libraries' calls on it, by name, for their host time."""
+
+
+def overheads(backend: NumpyBackend, small_calls: SmallCalls | None, quick: bool) -> dict[str, Any]:
+    """Measure everything that the machine allows; what it doesn't is left out.
+
+    Parameters
+    ----------
+    backend : NumpyBackend
+        Or `GpuBackend`.
+    small_calls : callable, optional
+        For comparison with the host time of a call.
+    quick : bool
+        Fewer runs, fewer kernels, shorter sequences.
+    """
+    found: dict[str, Any] = {
+        "import_s": import_times(backend.name, 1 if quick else 3),
+        "host_us": host_times(backend, small_calls),
+        "compile": compile_times(_device(backend), ["float16"] if quick else list(FLOAT_NAMES)),
+    }
+    if backend.name == "numpy":
+        seqlen = 4096 if quick else 32768
+        found["memory_mib"] = {f"1 head, N {seqlen}, D 64, causal": peak_memory(seqlen)}
+    return {name: value for name, value in found.items() if value}
+
+
+def _device(backend: NumpyBackend) -> Device:
+    if backend.name == "numpy":
+        return device_of(CAPABILITY)
+    return launch.device_info(backend.xp.cuda.runtime.getDevice())
+
+
+def import_times(backend: str, runs: int) -> dict[str, float]:
+    """Seconds that `import cuflash` adds to that of its array library; on a GPU also with an empty kernel cache."""
+    before, compile_when = ("import cupy; cupy.empty(1)", "import") if backend == "gpu" else ("import numpy", "lazy")
+    code = f"import time; {before}; begin = time.perf_counter(); import cuflash; print(time.perf_counter() - begin)"
+    root = str(Path(__file__).resolve().parent.parent)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {
+            "CUFLASH_COMPILE": compile_when,
+            "CUPY_CACHE_DIR": folder,
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        }
+
+        def run() -> float:
+            command = [sys.executable, "-c", code]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+            return float(done.stdout)
+
+        cold = run()
+        times = {"warm": min(run() for _ in range(runs))}
+        return {"cold": cold} | times if backend == "gpu" else times
+
+
+def host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[str, float]:
+    """Microseconds of host time per call: the same form again, a new length, and parts for comparison."""
+    xp = backend.xp
+    q = xp.ones((1, 1, 16, 64), np.float32)
+    lengths = [xp.ones((1, 1, 17 + i, 64), np.float32) for i in range(200)]
+
+    def new_lengths() -> None:
+        launch._launches.clear()  # the forms stay: what is measured is a length that no call had before
+        for x in lengths:
+            attention(x, x, x)
+
+    times = {
+        "repeated call": _host_time(backend, lambda: attention(q, q, q), 300),
+        "new length": _host_time(backend, new_lengths, 1) / len(lengths),
+        f"{xp.__name__}.empty": _host_time(backend, lambda: xp.empty(q.shape, q.dtype), 300),
+    }
+    if backend.name == "gpu":
+        kernel = xp.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
+        times["RawKernel launch"] = _host_time(backend, lambda: kernel((1,), (32,), ()), 300)
+    if small_calls is not None:
+        times |= {name: _host_time(backend, call, 300) for name, call in small_calls(q).items()}
+    return times
+
+
+def _host_time(backend: NumpyBackend, function: Callable[[], Any], calls: int) -> float:
+    """Microseconds until a call returns; the least of several rounds, as the machine does other things too."""
+    times = []
+    for _ in range(9):
+        backend.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        times.append((time.perf_counter() - begin) / calls)
+    return min(times) * 1e6
+
+
+def compile_times(device: Device, dtypes: list[str]) -> list[dict[str, Any]]:
+    """Compile each row of the table at head_dim 128 for a GPU that need not be there; processor time in seconds."""
+
+    def compile_one(spec: KernelSpec, dtype: str) -> dict[str, Any] | None:
+        shape = (4, 16, 4096, 128)
+        x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
+        problem, _ = describe_attention(x, x, x, causal=True)
+        if spec.refusal(problem, device) is not None:
+            return None
+        plan = make_plan(problem, device, Settings(spec.name, "", False))
+        try:
+            resources = compile_offline(plan.kernel, plan.macros, device.arch)
+        except (ImportError, KernelCompileError):  # no NVRTC here, or none that knows the GPU
+            return None
+        row = {"kernel": spec.name, "dtype": dtype, "head_dim": 128, "tile": str(plan.tile), "arch": device.arch}
+        return row | resources._asdict()
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = [pool.submit(compile_one, spec, dtype) for spec in KERNELS for dtype in dtypes]
+        rows = [job.result() for job in jobs]
+    return [row for row in rows if row is not None]
+
+
+def peak_memory(seqlen: int) -> float:
+    """MiB that the NumPy back end takes for one head of a long sequence, beside its inputs and results."""
+    q = np.ones((1, seqlen, 64), np.float32)
+    out, lse = np.empty_like(q), np.empty(q.shape[:-1], np.float32)
+    attention(q[:, :64], q, q)
+    tracemalloc.start()
+    attention(q, q, q, causal=True, out=out, lse=lse)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak / 2**20

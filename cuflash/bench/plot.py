@@ -1,0 +1,115 @@
+"""The picture of `python -m cuflash bench --plot`: speed against sequence length, and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .report import Report, column, columns
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def save(report: Report, path: Path) -> None:
+    """Draw a report into a file; the ending of its name says which format."""
+    draw(report).savefig(path, dpi=130)
+
+
+def draw(report: Report) -> Figure:
+    """One panel of speeds for each dtype, mask and head_dim, and below them one of errors."""
+    from matplotlib.figure import Figure
+
+    problems = [p for p in report["problems"] if any("tflops" in result for result in p["results"])]
+    plain = [p for p in problems if _is_plain(p)] or problems
+    names = columns(problems)
+    rows = list(dict.fromkeys((p["dtype"], p["causal"]) for p in plain))
+    head_dims = sorted({p["head_dim"] for p in plain})
+    height = 2.4 * max(len(rows), 1)
+    figure = Figure(figsize=(max(8.0, 2.7 * len(head_dims)), height + 4.0), layout="constrained")
+    figure.suptitle(f"cuflash on {report['device']}")
+    panels: Any = figure.subfigures(2, 1, height_ratios=[height, 3.2])
+    grid = panels[0].subplots(max(len(rows), 1), max(len(head_dims), 1), squeeze=False)
+    for axes_row, key in zip(grid, rows, strict=False):
+        of_row = [p for p in plain if (p["dtype"], p["causal"]) == key]
+        top = max(result["tflops"] for p in of_row for result in p["results"] if "tflops" in result)
+        for axes, head_dim in zip(axes_row, head_dims, strict=True):
+            shown = [p for p in of_row if p["head_dim"] == head_dim]
+            _draw_speeds(axes, shown, names, f"{key[0]}, D {head_dim}, {'causal' if key[1] else 'full'}")
+            axes.set_ylim(0, 1.1 * top)
+    panels[0].supxlabel("sequence length (tokens)", fontsize=10)
+    panels[0].supylabel("speed (TFLOP/s)", fontsize=10)
+    _draw_errors(panels[1].subplots(), problems, names)
+    return figure
+
+
+def _is_plain(problem: dict[str, Any]) -> bool:
+    """Whether a problem differs from others of its panel in its length and its number of heads only."""
+    return (
+        problem["seqlen_q"] == problem["seqlen_k"]
+        and problem["head_dim"] == problem["head_dim_v"]
+        and problem["heads"] == problem["kv_heads"]
+        and problem["window"] is problem["softcap"] is None
+        and not problem["bias"]
+        and problem["group"] != "options"
+    )
+
+
+def _style(names: list[str], name: str) -> dict[str, Any]:
+    """Kernels are drawn through, peers are dashed; the same colour and marker for a name everywhere."""
+    place = names.index(name)
+    return {"color": f"C{place % 10}", "marker": "osD^vP*X<>"[place % 10], "markersize": 5}
+
+
+def _draw_speeds(axes: Axes, problems: list[dict[str, Any]], names: list[str], title: str) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xscale("log", base=2)
+    for name in names:
+        points = {}
+        is_peer = False
+        for problem in problems:
+            for result in problem["results"]:
+                if column(result) == name and "tflops" in result:
+                    points[problem["seqlen_q"]] = result["tflops"]
+                    is_peer = "peer" in result
+        if points:
+            lengths = sorted(points)
+            line = "--" if is_peer else "-"
+            axes.plot(lengths, [points[n] for n in lengths], line, label=name, **_style(names, name))
+    lengths = sorted({p["seqlen_q"] for p in problems})
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.minorticks_off()
+    axes.tick_params(labelsize=8)
+    axes.grid(alpha=0.3)
+    if not problems:
+        axes.set_visible(False)
+
+
+def _draw_errors(axes: Axes, problems: list[dict[str, Any]], names: list[str]) -> None:
+    """Relative error of every result, a column for each dtype, and what the gate allows."""
+    dtypes = list(dict.fromkeys(p["dtype"] for p in problems))
+    for name in names:
+        points = [
+            (dtypes.index(p["dtype"]) + 0.7 * ((names.index(name) + 0.5) / len(names) - 0.5), r["relative_error"])
+            for p in problems
+            for r in p["results"]
+            if column(r) == name and r.get("relative_error")
+        ]
+        style = _style(names, name) | {"linestyle": "none", "alpha": 0.7}
+        axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
+    allowed = {
+        p["dtype"]: r["allowed"] for p in problems for r in p["results"] if "allowed" in r and not p["value_mean"]
+    }
+    for place, (dtype, limit) in enumerate(allowed.items()):
+        at = dtypes.index(dtype)
+        axes.hlines(limit, at - 0.4, at + 0.4, color="black", linewidth=1, label="" if place else "allowed")
+    axes.set_xticks(range(len(dtypes)), dtypes)
+    axes.set_xlabel("dtype")
+    axes.set_xlim(-0.5, max(len(dtypes), 1) - 0.5)
+    if any(r.get("relative_error") for p in problems for r in p["results"]):
+        axes.set_yscale("log")
+    axes.set_ylabel("relative error\nagainst float64")
+    axes.grid(alpha=0.3, axis="y")
+    if axes.get_legend_handles_labels()[1]:
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))

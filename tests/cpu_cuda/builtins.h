@@ -1,0 +1,145 @@
+// What a CUDA compiler declares before the first line of a kernel, for g++: qualifiers, indices, barriers, warp-wide
+// functions, arithmetic. Included before every kernel; runtime.cpp is behind it.
+#pragma once
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#define __host__
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#ifdef CPU_CUDA_DEBUG  // a debugger shows the variables of functions that are called
+#define __forceinline__ inline
+#else
+#define __forceinline__ inline __attribute__((always_inline))
+#endif
+#define __align__(bytes) __attribute__((aligned(bytes)))
+// Kernels declare dynamic shared memory alone: `extern __shared__ ... char shared_memory[]`, which runtime.cpp holds.
+#define __shared__
+
+struct CpuCudaIndex {
+    unsigned int x, y, z;
+};
+
+extern "C" {
+extern const CpuCudaIndex threadIdx, blockIdx, blockDim, gridDim;
+
+// Waits for all threads of the block.
+void cpu_cuda_sync_block();
+// Waits for the 32 lanes of the warp; the last one runs `compute` on what each brought and for what each takes away.
+// Lanes that meet in operations of different names are an error. `orders_memory`: a barrier for shared memory too.
+void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,
+                         void (*compute)(const void* const* inputs, void* const* outputs));
+// Reads or writes shared or global memory with all checks, from definitions of instructions.
+void cpu_cuda_read(const void* address, unsigned int size);
+void cpu_cuda_write(void* address, unsigned int size);
+// A copy of `size` bytes (of zeros if not `valid`) into shared memory that nobody may touch until its wait.
+void cpu_cuda_copy_async(void* target, const void* source, unsigned int size, bool valid);
+// Makes a group of this thread's copies since the last one.
+void cpu_cuda_copy_commit();
+// Waits for all groups but the newest `pending`.
+void cpu_cuda_copy_wait(int pending);
+void cpu_cuda_fail(const char* message);
+}
+
+inline void __syncthreads() { cpu_cuda_sync_block(); }
+
+inline void __syncwarp(unsigned int mask = 0xffffffffu) {
+    if (mask != 0xffffffffu) cpu_cuda_fail("__syncwarp: masks other than all 32 lanes are not covered");
+    cpu_cuda_collective("__syncwarp", nullptr, nullptr, true, [](const void* const*, void* const*) {});
+}
+
+template <typename T>
+struct CpuCudaShuffle {
+    T value;
+    int source;  // lane whose value is taken
+};
+
+template <typename T>
+T cpu_cuda_shuffle(const char* name, unsigned int mask, T value, int source) {
+    if (mask != 0xffffffffu) cpu_cuda_fail("shuffle: masks other than all 32 lanes are not covered");
+    using Input = CpuCudaShuffle<T>;
+    const Input input = {value, source};
+    T result;
+    cpu_cuda_collective(name, &input, &result, false, [](const void* const* inputs, void* const* outputs) {
+        for (int lane = 0; lane < 32; ++lane) {
+            const int source = static_cast<const Input*>(inputs[lane])->source;
+            *static_cast<T*>(outputs[lane]) = static_cast<const Input*>(inputs[source])->value;
+        }
+    });
+    return result;
+}
+
+inline int cpu_cuda_lane() { return static_cast<int>(threadIdx.x & 31); }
+
+template <typename T>
+T __shfl_sync(unsigned int mask, T value, int source) {
+    return cpu_cuda_shuffle("__shfl_sync", mask, value, source & 31);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned int mask, T value, int lanes) {
+    return cpu_cuda_shuffle("__shfl_xor_sync", mask, value, cpu_cuda_lane() ^ lanes);
+}
+template <typename T>
+T __shfl_up_sync(unsigned int mask, T value, unsigned int distance) {
+    const int source = cpu_cuda_lane() - static_cast<int>(distance);
+    return cpu_cuda_shuffle("__shfl_up_sync", mask, value, source < 0 ? cpu_cuda_lane() : source);
+}
+template <typename T>
+T __shfl_down_sync(unsigned int mask, T value, unsigned int distance) {
+    const int source = cpu_cuda_lane() + static_cast<int>(distance);
+    return cpu_cuda_shuffle("__shfl_down_sync", mask, value, source > 31 ? cpu_cuda_lane() : source);
+}
+
+inline unsigned int __ballot_sync(unsigned int mask, int predicate) {
+    if (mask != 0xffffffffu) cpu_cuda_fail("__ballot_sync: masks other than all 32 lanes are not covered");
+    unsigned int result;
+    cpu_cuda_collective("__ballot_sync", &predicate, &result, false,
+                        [](const void* const* inputs, void* const* outputs) {
+                            unsigned int votes = 0;
+                            for (int lane = 0; lane < 32; ++lane)
+                                votes |= (*static_cast<const int*>(inputs[lane]) != 0 ? 1u : 0u) << lane;
+                            for (int lane = 0; lane < 32; ++lane) *static_cast<unsigned int*>(outputs[lane]) = votes;
+                        });
+    return result;
+}
+inline int __any_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned int mask, int predicate) { return __ballot_sync(mask, predicate) == 0xffffffffu; }
+
+inline int __ffs(unsigned int value) { return __builtin_ffs(static_cast<int>(value)); }
+inline int __popc(unsigned int value) { return __builtin_popcount(value); }
+
+template <typename To, typename From>
+To cpu_cuda_same_bits(From value) {
+    static_assert(sizeof(To) == sizeof(From), "only the type changes");
+    To result;
+    memcpy(&result, &value, sizeof(To));
+    return result;
+}
+inline unsigned int __float_as_uint(float value) { return cpu_cuda_same_bits<unsigned int>(value); }
+inline float __uint_as_float(unsigned int bits) { return cpu_cuda_same_bits<float>(bits); }
+inline int __float_as_int(float value) { return cpu_cuda_same_bits<int>(value); }
+inline float __int_as_float(int bits) { return cpu_cuda_same_bits<float>(bits); }
+inline double __longlong_as_double(long long bits) { return cpu_cuda_same_bits<double>(bits); }
+
+// Rounded toward zero.
+inline float __double2float_rz(double value) {
+    const float nearest = static_cast<float>(value);
+    return fabs(static_cast<double>(nearest)) > fabs(value) ? nextafterf(nearest, 0.0f) : nearest;
+}
+
+#define CPU_CUDA_MIN_MAX(T)                          \
+    inline T min(T a, T b) { return b < a ? b : a; } \
+    inline T max(T a, T b) { return a < b ? b : a; }
+CPU_CUDA_MIN_MAX(int)
+CPU_CUDA_MIN_MAX(unsigned int)
+CPU_CUDA_MIN_MAX(long long)
+CPU_CUDA_MIN_MAX(unsigned long long)
+#undef CPU_CUDA_MIN_MAX
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }

@@ -1,0 +1,276 @@
+"""Kernels compiled by g++ and run on the CPU: from a plan to the results, with every memory access checked.
+
+The entry file is the one that goes to NVRTC, and so are the sources, except that `ptx/` is replaced by the definitions
+in this folder. `builtins.h` stands in for what a CUDA compiler declares, `runtime.cpp` runs the grid.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cuflash.arrays import DTYPES, ArrayInfo, extent
+from cuflash.compile import entry_text, source_digest, source_folder
+from cuflash.kernels import KERNELS, Device, device_of
+from cuflash.knobs import Settings
+from cuflash.launch import _parts
+from cuflash.params import POINTERS, pack_form, pack_pointers_into
+from cuflash.plan import Macros, Plan, make_plan
+from cuflash.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.testing import Case
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parent.parent / "build" / "cpu_cuda"
+DEBUG = os.environ.get("CPU_CUDA_DEBUG") == "1"
+"""Unoptimised kernels without checks of memory, for a debugger."""
+
+_COMMON = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas")
+_CHECKED = ("-O1", "-g1", "-fsanitize=thread,alignment,bounds", "-nostdlib")
+"""-nostdlib keeps g++'s own sanitizer libraries away; runtime.cpp is behind the checks."""
+
+
+class EmulationError(AssertionError):
+    """A kernel did what no GPU must see; the message says which thread, where, and what."""
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (
+        ("begin", ctypes.c_size_t),
+        ("end", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("writable", ctypes.c_int),
+    )
+
+
+def compiler() -> str | None:
+    """Path of g++, or None where there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
+
+
+@lru_cache(maxsize=1)
+def _processor_flags() -> tuple[str, ...]:
+    # fma() is an instruction with them and a slow function without; nothing is reassociated either way.
+    return ("-march=native",) if platform.machine() == "x86_64" else ()
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+
+
+@lru_cache(maxsize=1)
+def _harness_digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cuh"), *HERE.glob("*.cpp")]):
+        digest.update(path.read_bytes())
+    version = subprocess.run([compiler() or "g++", "--version"], capture_output=True, check=True).stdout
+    return _key(digest.hexdigest(), version.decode(), platform.node(), str(DEBUG))
+
+
+def _build(target: Path, arguments: list[str]) -> None:
+    """Compile into a file that appears whole or not at all: several processes may want it at once."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.with_name(f"{target.name}.{os.getpid()}")
+    command = [compiler() or "g++", *_COMMON, *arguments, "-o", str(partial)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise EmulationError(f"g++ refused a kernel:\n{' '.join(command)}\n{result.stderr}")
+    partial.replace(target)
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> ctypes.CDLL:
+    target = BUILD / f"runtime-{_harness_digest()}.so"
+    if not target.exists():
+        _build(target, ["-O2", "-g1", str(HERE / "runtime.cpp")])
+    return ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
+
+
+def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None, definitions: Path = HERE) -> Path:
+    """Make a folder that looks like cuda_src, with another `ptx` (that of `definitions`), and some texts changed."""
+    source = source_folder()
+    paths = {path.relative_to(source): path for path in [*source.glob("*.cu"), *source.glob("common/*.cuh")]}
+    paths |= {path.relative_to(definitions): path for path in definitions.glob("ptx/*.cuh")}
+    for name, path in paths.items():
+        link = folder / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if changed and name.as_posix() in changed:
+            link.write_text(changed[name.as_posix()])
+        elif not link.is_symlink():
+            with suppress(FileExistsError):  # another process may be quicker
+                link.symlink_to(path)
+    return folder
+
+
+class Kernel:
+    """A compiled kernel."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = library
+        self._entry = ctypes.CDLL(str(library)).cpu_cuda_entry
+
+    def launch(
+        self,
+        num_blocks: int,
+        num_threads: int,
+        shared_memory: int,
+        params: bytes,
+        ranges: list[tuple[int, int, str, bool]],
+        seed: int = 0,
+    ) -> None:
+        """Run a grid; EmulationError if a thread does what it must not.
+
+        Parameters
+        ----------
+        params
+            The argument struct.
+        ranges
+            Begin, end, name and whether it may be written, of every array.
+        seed
+            Order in which warps and lanes take turns; 0 is the natural one.
+        """
+        runtime = _runtime()
+        text, place = ctypes.create_string_buffer(2048), ctypes.c_size_t()
+        array = (_Range * len(ranges))(*((begin, end, name.encode(), w) for begin, end, name, w in ranges))
+        status = runtime.runtime_launch(
+            self._entry, params, num_blocks, num_threads, ctypes.c_size_t(shared_memory), array, len(ranges),
+            ctypes.c_uint64(seed), text, ctypes.c_size_t(len(text)), ctypes.byref(place),
+        )  # fmt: skip
+        if status != 0:
+            raise EmulationError(f"{text.value.decode()}{self._where(place.value)}")
+
+    def _where(self, place: int) -> str:
+        """Source line of a program counter inside the kernel."""
+        base = ctypes.cast(self._entry, ctypes.c_void_p).value
+        if not place or base is None or shutil.which("addr2line") is None:
+            return ""
+        symbols = subprocess.run(["nm", str(self._library)], capture_output=True, text=True, check=False).stdout
+        entry = next((int(line.split()[0], 16) for line in symbols.splitlines() if line.endswith(" cpu_cuda_entry")), 0)
+        offset = hex(place - base + entry - 1)
+        command = ["addr2line", "-i", "-e", str(self._library), offset]
+        lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split("\n")
+        places = [f"{Path(line.split(' ')[0]).name}" for line in lines if line and not line.startswith("?")]
+        return f" ({', called from '.join(places)})" if places else ""
+
+
+_TRAMPOLINE = """
+template <typename Params>
+__attribute__((no_sanitize("thread"))) static void cpu_cuda_call(void (*kernel)(Params), const void* params) {{
+    kernel(*static_cast<const Params*>(params));
+}}
+extern "C" void cpu_cuda_entry(const void* params) {{ cpu_cuda_call({entry}, params); }}
+"""
+_kernels: dict[str, Kernel] = {}
+
+
+def compile_text(text: str, entry: str, sources: Path) -> Kernel:
+    """Compile a CUDA source whose kernel is called `entry` and takes one struct, with includes from `sources`."""
+    key = _key(text, entry, str(sources), _harness_digest())
+    if key not in _kernels:
+        _runtime()
+        library = sources.parent / f"{key}.so"
+        if not library.exists():
+            source = sources.parent / f"{key}.cpp"
+            source.write_text(text + _TRAMPOLINE.format(entry=entry))
+            checks = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else _CHECKED
+            _build(
+                library,
+                [*checks, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
+            )
+        _kernels[key] = Kernel(library)
+    return _kernels[key]
+
+
+def compile_kernel(kernel: str, macros: Macros, sources: Path | None = None) -> Kernel:
+    """Compile the entry file of a build key, unchanged; `sources` is a folder made by `shadow_sources`."""
+    if sources is None:
+        sources = shadow_sources(BUILD / f"{source_digest()}-{_harness_digest()}" / "src")
+    return compile_text(entry_text(kernel, macros), f"cuflash_{kernel}", sources)
+
+
+class _Form(NamedTuple):
+    """What `launch._parts` looks at."""
+
+    problem: Problem
+    plan: Plan
+    packed: bytes
+
+
+class Emulator:
+    """Calls of `attention` and `attention_varlen` with NumPy arrays, computed by a CUDA kernel on the CPU."""
+
+    def __init__(
+        self, kernel: str, tile: str = "", device: Device | None = None, seed: int = 0, sources: Path | None = None
+    ) -> None:
+        self.settings = Settings(kernel, tile, False)
+        self.device = device_of(90) if device is None else device
+        self.seed = seed
+        self.sources = sources
+
+    def function(self, case: Case) -> Any:
+        """Return the stand-in for `case.function`."""
+        return self.attention if case.cu_seqlens is None else self.attention_varlen
+
+    def attention(self, *arrays: Any, **options: Any) -> Any:
+        """Compute `cuflash.attention(...)`."""
+        return self.run(*describe_attention(*arrays, **options), options.get("out"), options.get("lse"))
+
+    def attention_varlen(self, *arrays: Any, **options: Any) -> Any:
+        """Compute `cuflash.attention_varlen(...)`."""
+        return self.run(*describe_varlen(*arrays, **options), options.get("out"), options.get("lse"))
+
+    def refuses(self, problem: Problem) -> bool:
+        """Whether the kernel does not serve the problem."""
+        spec = next(spec for spec in KERNELS if spec.name == self.settings.kernel)
+        return spec.refusal(problem, self.device) is not None
+
+    def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
+        """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
+        plan = make_plan(problem, self.device, self.settings)
+        rows = result_rows(problem)
+        spans = {name: _span(info) for name, info in infos.items()}
+        out, spans["out"] = _result((*rows, problem.head_dim_v), problem.out, out)
+        if problem.lse is not None:
+            lse, spans["lse"] = _result(rows, problem.lse, lse)
+        names = {"query_offsets": "query_offset"}
+        pointers = [spans.get(names.get(name, name), (0, 0, 0))[0] for name in POINTERS]
+        ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
+        if plan.num_blocks:
+            kernel = compile_kernel(plan.kernel, plan.macros, self.sources)
+            for grid, packed, offsets in _parts(_Form(problem, plan, pack_form(problem, plan))):  # type: ignore[arg-type]
+                at = (
+                    pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
+                )
+                addresses = bytearray(8 * len(POINTERS))
+                pack_pointers_into(addresses, 0, *at)
+                threads = plan.tile.num_threads
+                kernel.launch(grid[0], threads, plan.shared_memory, bytes(addresses) + packed, ranges, self.seed)
+        return out if lse is None else (out, lse)
+
+
+def _span(info: ArrayInfo) -> tuple[int, int, int]:
+    """Address of an array's first element, and of its first and behind its last byte."""
+    return info.pointer, *extent(info.pointer, info.shape, info.strides, DTYPES[info.dtype].itemsize)
+
+
+def _result(shape: tuple[int, ...], operand: Operand, given: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Return the array for a result, NaN where it is not the caller's own, and its `_span`."""
+    dtype = DTYPES[operand.dtype]
+    strides = operand.strides[len(operand.strides) - len(shape) :]
+    if given is None:
+        size = max(1, int(np.prod(shape)))
+        memory = np.full(size * dtype.itemsize + 16, 0xFF, np.uint8)
+        skip = -memory.ctypes.data % 16  # as device memory begins on such a boundary
+        given = np.ndarray(shape, dtype, memory, skip, strides)
+    pointer = given.ctypes.data
+    return given, (pointer, *extent(pointer, shape, given.strides, dtype.itemsize))

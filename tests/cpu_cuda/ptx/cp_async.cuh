@@ -1,0 +1,22 @@
+// cuda_src/ptx/cp_async.cuh on the CPU: the bytes arrive at the wait and not before.
+#pragma once
+
+namespace cuflash {
+
+inline void cp_async_16(void* shared_target, const void* source, bool valid) {
+    cpu_cuda_copy_async(shared_target, source, 16, valid);
+}
+
+inline void cp_async_commit() { cpu_cuda_copy_commit(); }
+
+template <int kPending>
+inline void cp_async_wait_group() {
+    cpu_cuda_copy_wait(kPending);
+}
+
+inline void cp_async_wait() {
+    cpu_cuda_copy_commit();
+    cpu_cuda_copy_wait(0);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,498 @@
+// Runs the grid of a kernel that g++ compiled: blocks one after another, the threads of a block as fibers that switch
+// where they wait for each other. Kernels are compiled with -fsanitize=thread, which makes every load and store call a
+// function here (there is no libtsan behind it). Each is checked before it happens:
+//
+//   global memory  inside one of the arrays of the launch; results written by one thread only
+//   shared memory  inside the block's share, written before it is read, not while an asynchronous copy is on its way,
+//                  and ordered by a barrier whenever two threads touch the same bytes and one of them writes
+//
+// A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <memory>
+#include <vector>
+
+namespace {
+
+constexpr int kWarpSize = 32;
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kMaxThreads = 1024;
+constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr size_t kCellBytes = 2;  // the smallest piece of shared memory that two threads may own separately
+
+struct Index {
+    unsigned int x, y, z;
+};
+
+// An array of the launch, as runtime_launch is given it.
+struct Range {
+    uintptr_t begin;
+    uintptr_t end;
+    const char* name;
+    int writable;
+};
+
+struct Copy {
+    char* target;
+    unsigned int size;
+    char bytes[16];
+};
+
+enum class State { kReady, kWaitsForWarp, kWaitsForBlock, kReturned };
+
+struct Fiber {
+    State state;
+    bool begun;  // its context holds a kernel in progress, or waits for the next one
+    jmp_buf context;
+    char* stack;
+    std::vector<Copy> open_copies;  // issued, in no group yet
+    std::vector<std::vector<Copy>> copy_groups;
+};
+
+struct Warp {
+    const char* waits_in;  // collective operation that the first lanes to arrive wait in
+    int num_arrived;
+    uint32_t num_syncs;  // barriers of this warp so far
+    const void* inputs[kWarpSize];
+    void* outputs[kWarpSize];
+};
+
+// Who touched a piece of shared memory last, and when: numbers of block barriers (from 1) and of warp barriers.
+struct Cell {
+    uint32_t write_epoch;  // 0: never written
+    uint32_t write_sync;
+    uint32_t read_epoch;
+    uint32_t read_sync;
+    uint32_t reading_warps;  // in read_epoch
+    uint16_t writer;
+    uint16_t reader;
+    bool copy_pending;
+};
+constexpr uint16_t kSeveralReaders = 0xffff;  // lanes of one warp since its last barrier
+
+struct Launch {
+    void (*kernel)(const void*);
+    const void* params;
+    std::vector<Range> ranges;
+    std::vector<std::unique_ptr<uint32_t[]>> writers;  // per byte of a writable range: 1 + thread of the grid
+    size_t shared_bytes;
+    unsigned int num_threads;
+    uint64_t random;  // state of the generator; 0: natural order of warps and lanes
+};
+
+Fiber fibers[kMaxThreads];
+Warp warps[kMaxThreads / kWarpSize];
+Cell cells[kMaxSharedBytes / kCellBytes];
+Launch* launch;
+jmp_buf scheduler;
+int current;  // thread that runs
+unsigned int num_at_barrier;
+unsigned int num_returned;
+uint32_t epoch;
+bool failed;
+bool unchecked;  // the runtime itself is at work in a kernel's code
+char message[2048];
+uintptr_t failing_pc;
+uintptr_t stack_begin;  // of the fiber that runs
+size_t last_range;
+
+}  // namespace
+
+extern "C" {
+Index threadIdx, blockIdx, blockDim, gridDim;
+alignas(1024) char shared_memory[kMaxSharedBytes];
+}
+
+namespace {
+
+[[noreturn]] void fail(uintptr_t pc, const char* format, ...) {
+    const int used =
+        snprintf(message, sizeof(message), "block %u, thread %u: ", blockIdx.x, static_cast<unsigned int>(current));
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(message + used, sizeof(message) - used, format, arguments);
+    va_end(arguments);
+    failing_pc = pc;
+    failed = true;
+    _longjmp(scheduler, 1);
+}
+
+unsigned int random_below(unsigned int bound) {
+    launch->random ^= launch->random << 13;
+    launch->random ^= launch->random >> 7;
+    launch->random ^= launch->random << 17;
+    return static_cast<unsigned int>((launch->random >> 32) % bound);
+}
+
+// ------------------------------------------------------------------------------------------------ fibers
+
+void run_kernels() {
+    for (;;) {
+        const int thread = current;
+        launch->kernel(launch->params);
+        Fiber& fiber = fibers[thread];
+        if (!fiber.open_copies.empty()) fail(0, "returned with asynchronous copies that were not waited for");
+        for (const auto& group : fiber.copy_groups) {
+            if (!group.empty()) fail(0, "returned with asynchronous copies that were not waited for");
+        }
+        fiber.state = State::kReturned;
+        ++num_returned;
+        if (_setjmp(fiber.context) == 0) _longjmp(scheduler, 1);
+    }
+}
+
+void wait_as(State state) {
+    Fiber& fiber = fibers[current];
+    fiber.state = state;
+    if (_setjmp(fiber.context) == 0) _longjmp(scheduler, 1);
+}
+
+void resume(int thread) {
+    Fiber& fiber = fibers[thread];
+    current = thread;
+    threadIdx.x = thread;
+    stack_begin = reinterpret_cast<uintptr_t>(fiber.stack);
+    if (_setjmp(scheduler) != 0) return;
+    if (fiber.begun) _longjmp(fiber.context, 1);
+    fiber.begun = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = fiber.stack;
+    context.uc_stack.ss_size = kStackBytes;
+    context.uc_link = nullptr;
+    makecontext(&context, run_kernels, 0);
+    setcontext(&context);
+}
+
+bool make_stacks(unsigned int num_threads) {
+    for (unsigned int thread = 0; thread < num_threads; ++thread) {
+        if (fibers[thread].stack) continue;
+        void* memory =
+            mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) return false;
+        mprotect(memory, 4096, PROT_NONE);
+        fibers[thread].stack = static_cast<char*>(memory);
+    }
+    return true;
+}
+
+const char* name_of(State state, int warp) {
+    switch (state) {
+        case State::kWaitsForWarp: return warps[warp].waits_in;
+        case State::kWaitsForBlock: return "__syncthreads";
+        case State::kReturned: return "the end of the kernel";
+        default: return "the middle of it";
+    }
+}
+
+// Nobody can go on: says who waits where.
+void report_deadlock() {
+    int used = snprintf(message, sizeof(message), "block %u: the threads wait for each other for ever:", blockIdx.x);
+    State previous = State::kReady;
+    int shown = 0;
+    for (unsigned int thread = 0; thread < launch->num_threads && shown < 12; ++thread) {
+        const State state = fibers[thread].state;
+        if (thread % kWarpSize != 0 && state == previous) continue;
+        previous = state;
+        ++shown;
+        used += snprintf(message + used, sizeof(message) - used, " from thread %u in %s;", thread,
+                         name_of(state, thread / kWarpSize));
+    }
+    failing_pc = 0;
+    failed = true;
+}
+
+// One round over a warp's lanes; false if none could run.
+bool run_warp(int warp) {
+    const unsigned int first = launch->random ? random_below(kWarpSize) : 0;
+    const unsigned int step = launch->random ? 2 * random_below(kWarpSize / 2) + 1 : 1;
+    bool ran = false;
+    for (int i = 0; i < kWarpSize && !failed; ++i) {
+        const int thread = warp * kWarpSize + (first + i * step) % kWarpSize;
+        if (fibers[thread].state != State::kReady) continue;
+        resume(thread);
+        ran = true;
+    }
+    return ran;
+}
+
+void run_block() {
+    const unsigned int num_warps = launch->num_threads / kWarpSize;
+    for (unsigned int thread = 0; thread < launch->num_threads; ++thread) {
+        fibers[thread].state = State::kReady;
+        fibers[thread].open_copies.clear();
+        fibers[thread].copy_groups.clear();
+    }
+    memset(warps, 0, num_warps * sizeof(Warp));
+    memset(cells, 0, (launch->shared_bytes + kCellBytes - 1) / kCellBytes * sizeof(Cell));
+    memset(shared_memory, 0xff, launch->shared_bytes);
+    num_at_barrier = num_returned = 0;
+    epoch = 1;
+    while (!failed && num_returned < launch->num_threads) {
+        // A warp runs as far as it can before the next one's turn, or for one round only: both orders find mistakes.
+        bool ran = false;
+        const unsigned int first = launch->random ? random_below(num_warps) : 0;
+        for (unsigned int i = 0; i < num_warps && !failed; ++i) {
+            const int warp = static_cast<int>((first + i) % num_warps);
+            while (!failed && run_warp(warp)) {
+                ran = true;
+                if (launch->random && random_below(4) == 0) break;
+            }
+        }
+        if (!ran && !failed) report_deadlock();
+    }
+}
+
+// ------------------------------------------------------------------------------------------- memory checks
+
+bool ordered(uint16_t thread, uint32_t then_epoch, uint32_t then_sync) {
+    if (then_epoch < epoch || thread == current) return true;
+    const int warp = current / kWarpSize;
+    return thread / kWarpSize == warp && then_sync < warps[warp].num_syncs;
+}
+
+void check_cell_read(Cell& cell, size_t offset, uintptr_t pc) {
+    if (cell.write_epoch == epoch || cell.read_epoch != epoch || cell.reader != current) {
+        if (cell.copy_pending) fail(pc, "reads shared byte %zu before the wait for its asynchronous copy", offset);
+        if (cell.write_epoch == 0) fail(pc, "reads shared byte %zu, which nobody has written", offset);
+        if (!ordered(cell.writer, cell.write_epoch, cell.write_sync))
+            fail(pc, "reads shared byte %zu, which thread %d wrote, with no barrier between", offset, cell.writer);
+    }
+    const int warp = current / kWarpSize;
+    const uint32_t sync = warps[warp].num_syncs;
+    if (cell.read_epoch != epoch) cell.reading_warps = 0;
+    const bool alone = cell.reading_warps != 1u << warp || cell.read_sync != sync || cell.reader == current;
+    cell.reader = alone ? static_cast<uint16_t>(current) : kSeveralReaders;
+    cell.read_epoch = epoch;
+    cell.read_sync = sync;
+    cell.reading_warps |= 1u << warp;
+}
+
+void check_cell_write(Cell& cell, size_t offset, uintptr_t pc) {
+    if (cell.copy_pending) fail(pc, "writes shared byte %zu while an asynchronous copy to it is on its way", offset);
+    if (cell.write_epoch != 0 && !ordered(cell.writer, cell.write_epoch, cell.write_sync))
+        fail(pc, "writes shared byte %zu, which thread %d wrote, with no barrier between", offset, cell.writer);
+    const int warp = current / kWarpSize;
+    if (cell.read_epoch == epoch) {
+        if (cell.reading_warps & ~(1u << warp))
+            fail(pc, "writes shared byte %zu, which other warps read, with no barrier between", offset);
+        if (cell.read_sync == warps[warp].num_syncs && cell.reader != current)
+            fail(pc, "writes shared byte %zu, which other lanes read, with no barrier between", offset);
+    }
+    cell.writer = static_cast<uint16_t>(current);
+    cell.write_epoch = epoch;
+    cell.write_sync = warps[warp].num_syncs;
+}
+
+void check_shared(size_t offset, size_t size, bool writes, uintptr_t pc) {
+    if (offset + size > launch->shared_bytes)
+        fail(pc, "%s %zu bytes at shared byte %zu of %zu", writes ? "writes" : "reads", size, offset,
+             launch->shared_bytes);
+    for (size_t cell = offset / kCellBytes; cell * kCellBytes < offset + size; ++cell) {
+        if (writes) check_cell_write(cells[cell], offset, pc);
+        else check_cell_read(cells[cell], offset, pc);
+    }
+}
+
+[[noreturn]] void fail_outside(uintptr_t address, size_t size, bool writes, uintptr_t pc) {
+    const Range* nearest = nullptr;
+    uint64_t least = ~0ull;
+    for (const Range& range : launch->ranges) {
+        const uint64_t distance = address >= range.end ? address - range.end : range.begin - address;
+        if (distance >= least) continue;
+        least = distance;
+        nearest = &range;
+    }
+    const char* verb = writes ? "writes" : "reads";
+    if (!nearest || least > 1 << 20) fail(pc, "%s %zu bytes at %p, far from every array", verb, size, (void*)address);
+    fail(pc, "%s %zu bytes at byte %lld of %s, which has %lld", verb, size,
+         static_cast<long long>(address) - static_cast<long long>(nearest->begin), nearest->name,
+         static_cast<long long>(nearest->end - nearest->begin));
+}
+
+void check_global(uintptr_t address, size_t size, bool writes, uintptr_t pc) {
+    const std::vector<Range>& ranges = launch->ranges;
+    size_t i = last_range;
+    if (i >= ranges.size() || address < ranges[i].begin || address + size > ranges[i].end) {
+        for (i = 0; i < ranges.size(); ++i)
+            if (address >= ranges[i].begin && address + size <= ranges[i].end) break;
+        if (i == ranges.size()) fail_outside(address, size, writes, pc);
+        last_range = i;
+    }
+    if (!writes) return;
+    if (!ranges[i].writable) fail(pc, "writes to %s, an input", ranges[i].name);
+    const uint32_t me = 1 + blockIdx.x * launch->num_threads + current;
+    for (size_t byte = address - ranges[i].begin; byte < address - ranges[i].begin + size; ++byte) {
+        uint32_t& writer = launch->writers[i][byte];
+        if (writer != 0 && writer != me)
+            fail(pc, "writes byte %zu of %s, which thread %u of block %u has written", byte, ranges[i].name,
+                 (writer - 1) % launch->num_threads, (writer - 1) / launch->num_threads);
+        writer = me;
+    }
+}
+
+inline void check(const volatile void* pointer, size_t size, bool writes, void* pc) {
+    const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
+    if (address - stack_begin < kStackBytes || unchecked) return;
+    const uintptr_t offset = address - reinterpret_cast<uintptr_t>(shared_memory);
+    if (offset < kMaxSharedBytes) check_shared(offset, size, writes, reinterpret_cast<uintptr_t>(pc));
+    else check_global(address, size, writes, reinterpret_cast<uintptr_t>(pc));
+}
+
+void finish_copies(const std::vector<Copy>& copies) {
+    for (const Copy& copy : copies) {
+        const size_t offset = copy.target - shared_memory;
+        for (size_t byte = offset; byte < offset + copy.size; byte += kCellBytes)
+            cells[byte / kCellBytes].copy_pending = false;
+        check_shared(offset, copy.size, true, 0);
+        memcpy(copy.target, copy.bytes, copy.size);
+    }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- what kernels call
+
+#define CALLER __builtin_return_address(0)
+
+extern "C" {
+
+void cpu_cuda_fail(const char* text) { fail(reinterpret_cast<uintptr_t>(CALLER), "%s", text); }
+
+void cpu_cuda_read(const void* address, unsigned int size) { check(address, size, false, CALLER); }
+void cpu_cuda_write(void* address, unsigned int size) { check(address, size, true, CALLER); }
+
+void cpu_cuda_sync_block() {
+    if (num_returned != 0) fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
+    if (++num_at_barrier < launch->num_threads) return wait_as(State::kWaitsForBlock);
+    num_at_barrier = 0;
+    ++epoch;
+    for (unsigned int thread = 0; thread < launch->num_threads; ++thread) fibers[thread].state = State::kReady;
+}
+
+void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,
+                         void (*compute)(const void* const*, void* const*)) {
+    const int index = current / kWarpSize;
+    Warp& warp = warps[index];
+    if (warp.num_arrived == 0) warp.waits_in = name;
+    else if (strcmp(warp.waits_in, name) != 0)
+        fail(reinterpret_cast<uintptr_t>(CALLER), "calls %s while other lanes of its warp wait in %s", name,
+             warp.waits_in);
+    warp.inputs[current % kWarpSize] = input;
+    warp.outputs[current % kWarpSize] = output;
+    if (++warp.num_arrived < kWarpSize) return wait_as(State::kWaitsForWarp);
+    warp.num_arrived = 0;
+    warp.num_syncs += orders_memory;
+    unchecked = true;
+    compute(warp.inputs, warp.outputs);
+    unchecked = false;
+    for (int lane = 0; lane < kWarpSize; ++lane) fibers[index * kWarpSize + lane].state = State::kReady;
+}
+
+void cpu_cuda_copy_async(void* target, const void* source, unsigned int size, bool valid) {
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    const size_t offset = static_cast<char*>(target) - shared_memory;
+    if (offset >= kMaxSharedBytes) fail(pc, "an asynchronous copy must go to shared memory");
+    if (offset % size != 0 || (valid && reinterpret_cast<uintptr_t>(source) % size != 0))
+        fail(pc, "an asynchronous copy of %u bytes on another boundary", size);
+    if (valid) check_global(reinterpret_cast<uintptr_t>(source), size, false, pc);
+    check_shared(offset, size, true, pc);
+    Copy copy = {static_cast<char*>(target), size, {}};
+    if (valid) memcpy(copy.bytes, source, size);
+    memset(target, 0xff, size);
+    for (size_t byte = offset; byte < offset + size; byte += kCellBytes) cells[byte / kCellBytes].copy_pending = true;
+    fibers[current].open_copies.push_back(copy);
+}
+
+void cpu_cuda_copy_commit() {
+    Fiber& fiber = fibers[current];
+    fiber.copy_groups.push_back(std::move(fiber.open_copies));
+    fiber.open_copies.clear();
+}
+
+void cpu_cuda_copy_wait(int pending) {
+    Fiber& fiber = fibers[current];
+    auto& groups = fiber.copy_groups;
+    while (groups.size() > static_cast<size_t>(pending)) {
+        finish_copies(groups.front());
+        groups.erase(groups.begin());
+    }
+}
+
+// ------------------------------------------------------------------------ what the compiler's checks call
+
+#define ACCESS(bytes)                                                                          \
+    void __tsan_read##bytes(void* address) { check(address, bytes, false, CALLER); }           \
+    void __tsan_write##bytes(void* address) { check(address, bytes, true, CALLER); }           \
+    void __tsan_unaligned_read##bytes(void* address) { check(address, bytes, false, CALLER); } \
+    void __tsan_unaligned_write##bytes(void* address) { check(address, bytes, true, CALLER); } \
+    void __tsan_volatile_read##bytes(void* address) { check(address, bytes, false, CALLER); }  \
+    void __tsan_volatile_write##bytes(void* address) { check(address, bytes, true, CALLER); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+void __tsan_read_range(void* address, size_t size) { check(address, size, false, CALLER); }
+void __tsan_write_range(void* address, size_t size) { check(address, size, true, CALLER); }
+void __tsan_init() {}
+void __tsan_func_entry(void*) {}
+void __tsan_func_exit() {}
+
+struct UbsanPlace {
+    const char* file;
+    uint32_t line;
+    uint32_t column;
+};
+
+void __ubsan_handle_out_of_bounds(UbsanPlace* place, uintptr_t index) {
+    fail(0, "index %lld is outside its array (%s:%u)", static_cast<long long>(index), place->file, place->line);
+}
+void __ubsan_handle_type_mismatch_v1(UbsanPlace* place, uintptr_t address) {
+    fail(0, "address %p is not on its type's boundary (%s:%u)", reinterpret_cast<void*>(address), place->file,
+         place->line);
+}
+
+// ---------------------------------------------------------------------------------- what emulator.py calls
+
+// Runs a grid. Returns 0, or 1 with `text` and the program counter (0: unknown) of what went wrong.
+int runtime_launch(void (*kernel)(const void*), const void* params, unsigned int num_blocks, unsigned int num_threads,
+                   size_t shared_bytes, const Range* ranges, int num_ranges, uint64_t seed, char* text,
+                   size_t text_size, uintptr_t* pc) {
+    Launch work = {kernel, params, {ranges, ranges + num_ranges}, {}, shared_bytes, num_threads, seed};
+    for (const Range& range : work.ranges)
+        work.writers.emplace_back(range.writable ? new uint32_t[range.end - range.begin]() : nullptr);
+    launch = &work;
+    blockDim = {num_threads, 1, 1};
+    gridDim = {num_blocks, 1, 1};
+    failed = unchecked = false;
+    last_range = 0;
+    if (num_threads > kMaxThreads || num_threads % kWarpSize != 0 || shared_bytes > kMaxSharedBytes ||
+        !make_stacks(num_threads)) {
+        snprintf(message, sizeof(message), "%u threads with %zu bytes of shared memory cannot be launched", num_threads,
+                 shared_bytes);
+        failed = true;
+    }
+    for (unsigned int block = 0; block < num_blocks && !failed; ++block) {
+        blockIdx = {block, 0, 0};
+        run_block();
+    }
+    if (failed) {
+        // What the fibers were in the middle of is lost.
+        for (Fiber& fiber : fibers) fiber.begun = false;
+        snprintf(text, text_size, "%s", message);
+        *pc = failing_pc;
+    }
+    launch = nullptr;
+    return failed ? 1 : 0;
+}
+
+}  // extern "C"

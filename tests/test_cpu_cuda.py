@@ -1,0 +1,151 @@
+"""Every row of the kernel table on the CPU: its own source, every memory access checked (see cpu_cuda/)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, DTYPES
+from cpu_cuda.emulator import Emulator, compiler
+from hypothesis import given, settings
+from test_random import SETTINGS, Call, alike_calls, assert_right_twice, dense_calls, packed_calls
+
+from cuflash import launch
+from cuflash.kernels import KERNELS, KernelSpec, device_of
+from cuflash.problem import Problem, describe_attention, describe_varlen
+from cuflash.testing import Case, call_arguments, check, make_data, run
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+
+CASES_BY_NAME = {case.name: case for case in CASES}
+rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def _describe(case: Case, dtype: str) -> Problem:
+    positional, options = call_arguments(case, dtype)
+    describe = describe_attention if case.cu_seqlens is None else describe_varlen
+    return describe(*positional, **options)[0]
+
+
+def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
+    """Right, and bitwise the same whatever the order in which warps and lanes take turns."""
+    if emulator.refuses(_describe(case, dtype)):
+        pytest.skip(f"{emulator.settings.kernel} refuses")
+    data = make_data(case, dtype)
+    first = run(case, data, np, emulator.function(case))
+    check(case, data, first)
+    emulator.seed = 1 + len(case.name)
+    second = run(case, data, np, emulator.function(case))
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
+@rows
+@dtypes
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
+    _assert_right_twice(case, dtype, Emulator(spec.name))
+
+
+@rows
+@dtypes
+@pytest.mark.parametrize("capability", [75, 86])
+@pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
+def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
+    """The three tallest tiles and the lowest, of devices with less shared memory."""
+    case, device = CASES_BY_NAME[name], device_of(capability)
+    problem = _describe(case, dtype)
+    if spec.refusal(problem, device) is not None:
+        pytest.skip(f"{spec.name} refuses")
+    tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
+    for tile in dict.fromkeys((*tiles[:3], tiles[-1])):
+        _assert_right_twice(case, dtype, Emulator(spec.name, tile, device))
+
+
+@pytest.mark.parametrize(
+    ("calls", "max_examples"),
+    [
+        pytest.param(dense_calls(gpu=True), 40, id="dense"),
+        pytest.param(alike_calls(), 40, id="alike"),
+        pytest.param(packed_calls(gpu=True), 30, id="packed"),
+    ],
+)
+@rows
+def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
+    @settings(SETTINGS, max_examples=max_examples)
+    @given(calls)
+    def right(call: Call) -> None:
+        emulator = Emulator(spec.name, seed=call.seed % 3)
+        try:
+            assert_right_twice(call, np, emulator.function(call.case))
+        except ValueError as error:
+            if "cannot serve this call" not in str(error):
+                raise
+
+    right()
+
+
+def malformed(emulator: Emulator, values: tuple[int, ...]) -> None:
+    """Queries of all ones and values of all ones: whatever the boundaries, every output is 1, or 0 without keys."""
+    x = np.ones((100, 4, 32), np.float16)
+    boundaries = np.zeros(len(values), np.int64)
+    problem, infos = describe_varlen(x, x, x, boundaries, boundaries, return_lse=True)
+    boundaries[:] = values  # past the checks, as on a GPU, where nobody looks at values before the kernel does
+    out, lse = emulator.run(problem, infos)
+    assert not np.isnan(lse).any()
+    expected = np.where(np.isneginf(lse), 0.0, 1.0)[..., np.newaxis]
+    assert (np.abs(out.astype(np.float64) - expected) < 1e-3).all()
+
+
+MALFORMED = {
+    "late_and_falling": (5, 3, 100, 20),
+    "outside": (-7, 40, 30, 900),
+    "far_outside": (0, 10**9, 10**9, 10**9),
+    "all_empty": (100, 100, 100, 100),
+    "huge": (0, 50, -(2**62), 80),
+    "long_fall": (0, *(90 - i // 4 for i in range(300)), 95),
+}
+
+
+@rows
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_cu_seqlens(spec: KernelSpec, name: str) -> None:
+    malformed(Emulator(spec.name), MALFORMED[name])
+
+
+@rows
+@pytest.mark.parametrize("name", ["causal-200x131", "batch-six", "packed-plain-True", "heads-6-2-100x90"])
+def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_GRID", 5)
+    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name))
+
+
+@rows
+def test_without_lse(spec: KernelSpec) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 70, 32)).astype(np.float16)
+    emulator = Emulator(spec.name)
+    out, _ = emulator.attention(x, x, x, return_lse=True)
+    assert emulator.attention(x, x, x).tobytes() == out.tobytes()
+
+
+@pytest.mark.gpu
+@rows
+@dtypes
+@pytest.mark.parametrize("name", ["lengths-63x65", "everything", "packed-plain-True", "head_dim-160-160"])
+def test_agrees_with_the_gpu(spec: KernelSpec, name: str, dtype: str) -> None:
+    """Within a few roundings: functions such as exp differ, and so do fused multiply-adds."""
+    import cupy
+
+    import cuflash
+
+    case, emulator = CASES_BY_NAME[name], Emulator(spec.name, device=launch.device_info(0))
+    if emulator.refuses(_describe(case, dtype)):
+        pytest.skip(f"{spec.name} refuses")
+    data = make_data(case, dtype)
+    emulated = run(case, data, np, emulator.function(case))
+    with cuflash.options(kernel=spec.name):
+        real = run(case, data, cupy)
+    eps = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-20, "float64": 2.0**-48}[dtype]
+    for ours, theirs in zip(emulated[:2], real[:2], strict=True):
+        np.testing.assert_allclose(ours.astype(np.float64), theirs.astype(np.float64), rtol=eps, atol=eps)

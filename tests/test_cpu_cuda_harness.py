@@ -1,0 +1,339 @@
+"""The CPU harness itself: what it must notice, and every instruction that it defines, one by one.
+
+The instruction tests run the same sources on a GPU where there is one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cpu_cuda.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
+
+from cuflash.arrays import DTYPES
+from cuflash.compile import compiler_options, source_digest, source_folder
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+
+_HEAD = """
+struct Params {{ const {input}* in; const {input}* in_2; {output}* out; }};
+extern "C" __global__ void test_kernel(const __grid_constant__ Params params) {{
+    extern __shared__ __align__(16) char shared_memory[];
+    const unsigned int thread = threadIdx.x, lane = threadIdx.x & 31;
+    auto* shared = reinterpret_cast<{input}*>(shared_memory);
+    const auto* in = params.in;
+    const auto* in_2 = params.in_2;
+    auto* out = params.out;
+    (void)thread, (void)lane, (void)shared, (void)in, (void)in_2, (void)out;
+"""
+
+
+def _source(body: str, include: str = "", types: tuple[str, str] = ("float", "float")) -> str:
+    head = _HEAD.format(input=types[0], output=types[1])
+    return f'#include "common/config.cuh"\n{include}\nusing namespace cuflash;\n{head}{body}\n}}\n'
+
+
+def _compile(source: str, folder: Path) -> Kernel:
+    return compile_text(source, "test_kernel", shadow_sources(folder / "src"))
+
+
+def _emulate(
+    kernel: Kernel, arrays: tuple[np.ndarray, ...], threads: int, shared: int, seed: int, blocks: int = 1
+) -> None:
+    params = np.array([x.ctypes.data for x in arrays], np.uint64).tobytes()
+    names = ("in", "in_2", "out")
+    ranges = [
+        (x.ctypes.data, x.ctypes.data + x.nbytes, name, name == "out") for name, x in zip(names, arrays, strict=True)
+    ]
+    kernel.launch(blocks, threads, shared, params, ranges, seed)
+
+
+UNORDERED = "no barrier between|nobody has written"
+"""Which of them depends on who comes first."""
+
+FINDINGS = {
+    "read-write race of warps": ("shared[thread] = 1; __syncwarp(); out[thread] = shared[63 - thread];", UNORDERED),
+    "read-write race of lanes": ("shared[thread] = 1; out[thread] = shared[thread ^ 1];", UNORDERED),
+    "a shuffle is no barrier": (
+        "shared[thread] = 1; __shfl_xor_sync(0xffffffffu, 1, 1); out[thread] = shared[thread ^ 1];", UNORDERED
+    ),
+    "write-read race": (
+        "shared[thread] = 1; __syncthreads(); out[thread] = shared[thread ^ 32]; shared[thread] = 2;", UNORDERED,
+    ),
+    "write-write race": ("shared[thread / 2] = thread;", UNORDERED),
+    "uninitialised": ("__syncthreads(); out[thread] = shared[thread];", "nobody has written"),
+    "before the input": ("out[thread] = in[static_cast<int>(thread) - 1];", "byte -4 of in,"),
+    "behind the input": ("out[thread] = in[thread + 1];", "byte 256 of in, which has 256"),
+    "behind the output": ("out[thread + 1] = 0;", "byte 256 of out, which has 256"),
+    "null": ("out[thread] = *static_cast<const float*>(nullptr);", "far from every array"),
+    "writes to an input": ("const_cast<float*>(in)[thread] = 0;", "an input"),
+    "behind shared memory": ("shared[thread + 1] = 0;", "shared byte 256 of 256"),
+    "outside an array of shared memory": (
+        "struct Tiles { float a[4]; float b[60]; }; auto& tiles = *reinterpret_cast<Tiles*>(shared_memory);"
+        "if (thread == 0) tiles.a[lane + 4 + blockIdx.x] = 0;", "index 4 is outside",
+    ),
+    "unaligned": ("struct alignas(16) Four { float x[4]; };"
+                  "if (thread == 0) out[0] = reinterpret_cast<const Four*>(in + 1)->x[0];", "boundary"),
+    "two writers": ("out[thread / 2] = 0;", "has written"),
+    "two blocks write": ("out[thread] = 0;", "of block 0 has written"),
+    "barrier for some": ("if (thread < 32) __syncthreads();", "have returned|wait for each other"),
+    "barriers of two kinds": ("if (lane < 16) __syncthreads(); else __syncwarp();", "wait for each other"),
+    "lanes apart": (
+        "if (lane < 16) __syncwarp(); else __shfl_sync(0xffffffffu, 1, 0);", "while other lanes of its warp wait in"
+    ),
+    "copy not waited for": (
+        "cp_async_16(shared + 4 * thread, in, true); __syncthreads(); out[thread] = shared[4 * thread];",
+        "before the wait",
+    ),
+    "copy seen by others": (
+        "if (thread < 16) cp_async_16(shared + 4 * thread, in, true); cp_async_wait(); out[thread] = shared[thread];",
+        UNORDERED,
+    ),
+    "copy never waited for": ("if (thread < 16) cp_async_16(shared + 4 * thread, in, true);", "not waited for"),
+    "copy from outside": ("cp_async_16(shared + 4 * (thread % 16), in + 64, true);", "byte 256 of in"),
+    "copy on no boundary": ("if (thread == 0) cp_async_16(shared + 1, in, true);", "boundary"),
+    "newest group not waited for": (
+        "if (thread < 16) cp_async_16(shared + 4 * thread, in, true); cp_async_commit(); cp_async_wait_group<1>();"
+        "if (thread < 16) out[thread] = shared[4 * thread];", "before the wait",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("name", FINDINGS)
+def test_notices(name: str, seed: int, tmp_path: Path) -> None:
+    body, message = FINDINGS[name]
+    kernel = _compile(_source(body, '#include "ptx/cp_async.cuh"'), tmp_path)
+    arrays = tuple(np.zeros(64, np.float32) for _ in range(3))
+    with pytest.raises(EmulationError, match=message):
+        _emulate(
+            kernel, arrays, 64, 1024 if "copy" in name or "group" in name else 256, seed, 2 if "blocks" in name else 1
+        )
+
+
+def test_names_the_line(tmp_path: Path) -> None:
+    kernel = _compile(_source("out[thread] = in[thread + 1];"), tmp_path)
+    with pytest.raises(EmulationError, match=r"block 0, thread 63: .*\(\w+\.cpp:\d+\)"):
+        _emulate(kernel, tuple(np.zeros(64, np.float32) for _ in range(3)), 64, 0, 0)
+
+
+def test_goes_on_after_a_finding(tmp_path: Path) -> None:
+    arrays = tuple(np.arange(64, dtype=np.float32) for _ in range(3))
+    bad = _compile(_source("__syncthreads(); out[thread] = in[thread + 1];"), tmp_path)
+    good = _compile(
+        _source("shared[thread] = in[thread]; __syncthreads(); out[thread] = shared[63 - thread];"), tmp_path
+    )
+    for _ in range(2):
+        with pytest.raises(EmulationError):
+            _emulate(bad, arrays, 64, 256, 0)
+        _emulate(good, arrays, 64, 256, 0)
+        assert (arrays[2] == np.arange(64)[::-1]).all()
+
+
+BACK_ENDS = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+def _run(
+    back_end: str, body: str, arrays: tuple[np.ndarray, ...], tmp_path: Path, include: str, types: tuple[str, str],
+    threads: int = 32, shared: int = 8192,
+) -> np.ndarray:  # fmt: skip
+    """Run one block on the CPU, in several orders of its lanes, or on a GPU; return the output."""
+    source = _source(body, f'#include "common/numeric.cuh"\n#include "ptx/{include}.cuh"', types)
+    if back_end == "gpu":
+        return _run_on_gpu(source, arrays, threads, shared)
+    _assemble(source)
+    kernel = _compile(source, tmp_path)
+    results = []
+    for seed in (0, 1, 2):
+        arrays[2].view(np.uint8)[...] = 0xFF
+        _emulate(kernel, arrays, threads, shared, seed)
+        results.append(arrays[2].copy())
+    assert all(x.tobytes() == results[0].tobytes() for x in results), "depends on the order of the lanes"
+    return results[0]
+
+
+def _assemble(source: str) -> None:
+    """What runs here on the CPU also compiles for GPUs."""
+    nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy with NVRTC").nvrtc
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        program = nvrtc.createProgram(source, "instructions.cu", (), ())
+        nvrtc.compileProgram(program, (*compiler_options(), "-ftz=true", f"-arch={arch}"))
+        nvrtc.destroyProgram(program)
+
+
+def _run_on_gpu(source: str, arrays: tuple[np.ndarray, ...], threads: int, shared: int) -> np.ndarray:
+    import cupy
+
+    module = cupy.RawModule(code=f"// {source_digest()}\n{source}", options=compiler_options())
+    on_gpu = [cupy.asarray(x.view(np.uint8)) for x in arrays]
+    params = np.array([x.data.ptr for x in on_gpu], np.uint64)
+    module.get_function("test_kernel")((1,), (threads,), (params.view("V24")[0],), shared_mem=shared)
+    return on_gpu[2].get().view(arrays[2].dtype)
+
+
+backends = pytest.mark.parametrize("back_end", BACK_ENDS)
+
+
+@backends
+def test_shuffles_and_votes(back_end: str, tmp_path: Path) -> None:
+    body = """
+        const int mine = static_cast<int>(in[lane]);
+        int* row = out + 8 * lane;
+        row[0] = __shfl_sync(0xffffffffu, mine, 5);
+        row[1] = __shfl_xor_sync(0xffffffffu, mine, 3);
+        row[2] = __shfl_up_sync(0xffffffffu, mine, 4);
+        row[3] = __shfl_down_sync(0xffffffffu, mine, 4);
+        row[4] = static_cast<int>(__ballot_sync(0xffffffffu, mine % 3 == 0));
+        row[5] = __any_sync(0xffffffffu, mine == 7);
+        row[6] = __all_sync(0xffffffffu, mine >= 0);
+        row[7] = __ffs(mine);
+    """
+    values = np.random.default_rng(0).permutation(32).astype(np.int32)
+    arrays = values, values, np.empty(256, np.int32)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("int", "int")).reshape(32, 8)
+    lanes = np.arange(32)
+    votes = np.uint32((values % 3 == 0) @ (1 << lanes)).astype(np.int32)
+    ffs = np.array([0 if v == 0 else (int(v) & -int(v)).bit_length() for v in values])
+    up, down = np.where(lanes < 4, lanes, lanes - 4), np.where(lanes > 27, lanes, lanes + 4)
+    expected = [np.full(32, values[5]), values[lanes ^ 3], values[up], values[down], np.full(32, votes), 1, 1, ffs]
+    for column, value in zip(out.T, expected, strict=True):
+        assert (column == value).all()
+
+
+@backends
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_conversions(back_end: str, dtype: str, tmp_path: Path) -> None:
+    """Every 16-bit value to float and back, and floats at, beside and between the rounding boundaries."""
+    name = "half" if dtype == "float16" else "bfloat16"
+    every = np.arange(1 << 16, dtype=np.uint16)
+    wide = every.view(DTYPES[dtype]).astype(np.float32)
+    body = f"for (int i = thread; i < {every.size}; i += 32) out[i] = float_from_{name}_bits(in[i]);"
+    out = _run(
+        back_end,
+        body,
+        (every, every, np.empty(every.size, np.float32)),
+        tmp_path,
+        "convert",
+        ("unsigned short", "float"),
+    )
+    assert (out.view(np.uint32) == wide.view(np.uint32))[~np.isnan(wide)].all() and np.isnan(out[np.isnan(wide)]).all()
+
+    finite = wide[np.isfinite(wide)].astype(np.float64)
+    middle = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
+    floats = np.concatenate(
+        [wide, middle, np.nextafter(middle, np.float32(9e9)), np.nextafter(middle, np.float32(-9e9))]
+    )
+    floats = np.concatenate([floats, np.float32([65519.9, 65520, 65536, 3.4e38, 1e-45, 2**-25, 2**-24, 2**-26])])
+    body = f"for (int i = thread; i < {floats.size}; i += 32) out[i] = {name}_bits_from_float(in[i]);"
+    arrays = floats, floats, np.empty(floats.size, np.uint16)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("float", "unsigned short"))
+    # CuPy compiles with -ftz=true, which the conversions do not follow: subnormal floats are left out.
+    normal = (np.abs(floats) >= 2.0**-126) | (floats == 0)
+    with np.errstate(over="ignore", invalid="ignore"):
+        expected = floats.astype(DTYPES[dtype])
+    same = (out == expected.view(np.uint16)) | (np.isnan(floats) & np.isnan(out.view(DTYPES[dtype]).astype(np.float32)))
+    assert same[normal].all()
+
+
+@backends
+def test_copies_arrive_at_their_waits(back_end: str, tmp_path: Path) -> None:
+    body = """
+        for (int group = 0; group < 3; ++group) {
+            cp_async_16(shared + 128 * group + 4 * lane, in + 128 * group + 4 * lane, lane != 3);
+            cp_async_commit();
+        }
+        cp_async_wait_group<2>();
+        __syncwarp();
+        for (int i = 0; i < 4; ++i) out[4 * lane + i] = shared[127 - 4 * lane - i];
+        cp_async_wait_group<0>();
+        __syncwarp();
+        for (int i = 4; i < 12; ++i) out[32 * i + lane] = shared[32 * i + 31 - lane];
+    """
+    values = np.random.default_rng(0).standard_normal(384).astype(np.float32)
+    out = _run(back_end, body, (values, values, np.empty(384, np.float32)), tmp_path, "cp_async", ("float", "float"))
+    copied = values.reshape(3, 32, 4).copy()
+    copied[:, 3] = 0
+    rows = copied.reshape(12, 32)
+    expected = np.concatenate([rows[:4].reshape(-1)[::-1], rows[4:, ::-1].reshape(-1)])
+    assert (out == expected).all()
+
+
+@backends
+@pytest.mark.parametrize("transposed", [False, True])
+def test_ldmatrix(back_end: str, transposed: bool, tmp_path: Path) -> None:
+    body = f"""
+        for (int i = lane; i < 256; i += 32) shared[i / 8 * 24 + i % 8] = in[i];  // rows 48 bytes apart
+        __syncwarp();
+        unsigned int matrices[4];
+        ldmatrix_x4{"_transposed" if transposed else ""}(matrices, shared + lane * 24);
+        for (int i = 0; i < 4; ++i) {{
+            out[i * 64 + lane * 2] = matrices[i] & 0xffff;
+            out[i * 64 + lane * 2 + 1] = matrices[i] >> 16;
+        }}
+    """
+    values = np.random.default_rng(0).permutation(256).astype(np.uint16)
+    arrays = values, values, np.empty(256, np.uint16)
+    out = _run(back_end, body, arrays, tmp_path, "ldmatrix", ("unsigned short", "unsigned short"))
+    matrices = values.reshape(4, 8, 8)
+    assert (out.reshape(4, 8, 8) == (matrices.swapaxes(1, 2) if transposed else matrices)).all()
+
+
+def _assert_close(out: np.ndarray, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
+    a, b, c = (x.astype(np.float64) for x in (a, b, c))
+    size = np.abs(a) @ np.abs(b) + np.abs(c)
+    assert (np.abs(out - (a @ b + c)) <= 2.0**-21 * size).all()  # tensor cores round toward zero, at every addition
+
+
+@backends
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mma_m16n8k16(back_end: str, dtype: str, tmp_path: Path) -> None:
+    body = f"""
+        const int row = lane / 4, column = lane % 4 * 2;
+        const auto pair = [](const unsigned short* x, int step) {{
+            return static_cast<unsigned int>(x[0]) | static_cast<unsigned int>(x[step]) << 16;
+        }};
+        unsigned int a[4], b[2];
+        for (int i = 0; i < 4; ++i) a[i] = pair(in + (row + i % 2 * 8) * 16 + column + i / 2 * 8, 1);
+        for (int i = 0; i < 2; ++i) b[i] = pair(in_2 + (column + i * 8) * 8 + row, 8);
+        float d[4];
+        for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(lane * 4 + i);
+        mma_m16n8k16<{"true" if dtype == "bfloat16" else "false"}>(d, a, b);
+        for (int i = 0; i < 4; ++i) out[(row + i / 2 * 8) * 8 + column + i % 2] = d[i];
+    """
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((16, 16), (16, 8)))
+    lane, i = np.divmod(np.arange(128), 4)
+    c = np.empty((16, 8))
+    c[lane // 4 + i // 2 * 8, lane % 4 * 2 + i % 2] = np.arange(128)
+    arrays = a.view(np.uint16), b.view(np.uint16), np.empty((16, 8), np.float32)
+    out = _run(back_end, body, arrays, tmp_path, "mma", ("unsigned short", "float"))
+    _assert_close(out.reshape(16, 8), a, b, c)
+
+
+@backends
+def test_mma_m16n8k8_tf32(back_end: str, tmp_path: Path) -> None:
+    body = """
+        const int row = lane / 4, column = lane % 4;
+        unsigned int a[4], b[2];
+        for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(in[(row + i % 2 * 8) * 8 + column + i / 2 * 4]);
+        for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(in_2[(column + i * 4) * 8 + row]);
+        float d[4] = {1, 2, 3, 4};
+        mma_m16n8k8_tf32(d, a, b);
+        for (int i = 0; i < 4; ++i) out[(row + i / 2 * 8) * 8 + column * 2 + i % 2] = d[i];
+    """
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
+    out = _run(back_end, body, (a, b, np.empty((16, 8), np.float32)), tmp_path, "mma", ("float", "float"))
+    cut = [(x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b)]
+    c = np.tile([[1.0, 2.0]], (16, 4))
+    c[8:] += 2
+    _assert_close(out.reshape(16, 8), *cut, c)
+
+
+def test_every_instruction_has_its_definition() -> None:
+    """A kernel may only use what the harness knows."""
+    here = Path(__file__).parent / "cpu_cuda" / "ptx"
+    assert sorted(path.name for path in source_folder().glob("ptx/*.cuh")) == sorted(
+        path.name for path in here.glob("*")
+    )

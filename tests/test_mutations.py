@@ -1,0 +1,213 @@
+"""Kernels with one barrier, wait or bounds check taken out: the CPU harness must notice every one of them.
+
+Barriers and waits are found by themselves. A bounds check has its line in `CHECKS`: the file, the text, what replaces
+it, and who notices.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from cpu_cuda.emulator import EmulationError, Emulator, compiler, shadow_sources
+from test_cpu_cuda import CASES_BY_NAME, MALFORMED, malformed
+
+from cuflash import attention, reference
+from cuflash.compile import source_folder
+from cuflash.kernels import KERNELS
+from cuflash.testing import check, make_data, run
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+
+
+class Mutant(NamedTuple):
+    """One change to one source."""
+
+    file: str
+    text: str
+    replacement: str
+    noticed_by: str
+    """A case of the matrix with its dtype, or a key of `SPECIAL`."""
+    occurrence: int = 0
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).stem}-{' '.join(self.text.split())}-{self.occurrence}"
+
+    def apply(self) -> str:
+        """Return the changed source; how its lines are broken does not matter."""
+        source = (source_folder() / self.file).read_text()
+        places = list(re.finditer(r"\s+".join(map(re.escape, re.split(r"\s+", self.text))), source))
+        assert len(places) > self.occurrence, f"{self.file} has no {self.text!r} number {self.occurrence}"
+        place = places[self.occurrence]
+        return source[: place.start()] + self.replacement + source[place.end() :]
+
+
+def _no_lse(emulator: Emulator) -> None:
+    x = np.ones((2, 70, 32), np.float16)
+    assert (emulator.attention(x, x, x) == 1).all()
+    assert (emulator.attention_varlen(x, x, x, np.array([0, 2])) == 1).all()
+
+
+def _hidden_rows(emulator: Emulator) -> None:
+    """Rows of k and v that no query of the last tile may see hold NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((70, 32), (200, 32), (200, 32)))
+    exact, _ = reference.attention(q, k, v, causal="top_left")
+    k[70:], v[70:] = np.nan, np.nan
+    out = emulator.attention(q, k, v, causal="top_left")
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
+
+
+def _huge_offsets(emulator: Emulator) -> None:
+    """Far beyond all keys, or in front of them, whatever the integer type."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((4, 1, 20, 16)).astype(np.float16) for _ in range(3))
+    options: list[dict[str, Any]] = [{"causal": True}, {"window": (5, None)}, {"window": (None, 5)}]
+    for dtype in (np.int64, np.uint64):
+        limits = np.iinfo(dtype)
+        offsets = np.array([limits.min, limits.max, limits.max // 2, 3], dtype)
+        for option in options:
+            out = emulator.attention(q, k, v, query_offset=offsets, **option)
+            expected = attention(q, k, v, query_offset=offsets, **option)
+            np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), atol=3e-3)
+
+
+def _tail_with_sinks(emulator: Emulator) -> None:
+    """Tokens behind the last sequence are 0, their lse is -inf and not the sink."""
+    x = np.ones((100, 2, 16), np.float16)
+    boundaries = np.array([0, 40, 70])
+    out, lse = emulator.attention_varlen(x, x, x, boundaries, boundaries, sinks=np.ones(2, np.float32), return_lse=True)
+    assert (out[70:] == 0).all() and np.isneginf(lse[70:]).all() and np.isfinite(lse[:70]).all()
+
+
+SPECIAL: dict[str, Callable[[Emulator], None]] = {
+    "no_lse": _no_lse,
+    "hidden_rows": _hidden_rows,
+    "huge_offsets": _huge_offsets,
+    "packed-tail-sinks": _tail_with_sinks,
+    **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
+}
+
+SCALAR, SEQUENCE, SEGMENT = "forward_scalar.cu", "common/sequence.cuh", "common/segment.cuh"
+MASK, SCORE, EPILOGUE, NUMERIC = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "numeric"))
+
+CHECKS = [
+    # The tile loader: rows and features that the arrays do not have.
+    Mutant(SCALAR, "source != nullptr && ", "", "lengths-63x65 float16", 0),
+    Mutant(SCALAR, "source != nullptr && ", "", "head_dim-17-17 float16", 1),
+    Mutant(SCALAR, " && first_feature + column < num_features", "", "head_dim-40-40 float16", 0),
+    Mutant(SCALAR, " && first_feature + column < num_features", "", "head_dim-17-17 float16", 1),
+    Mutant(SCALAR, "row.valid ? tile.q", "true ? tile.q", "lengths-63x65 float16"),
+    Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.k", "true ? tile.k", "lengths-63x65 float16"),
+    Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.v", "true ? tile.v", "lengths-63x65 float16"),
+    Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.v", "n_begin + key < tile.seqlen_k ? tile.v", "hidden_rows"),
+    # The walk over tiles and slices.
+    Mutant(SCALAR, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
+    Mutant(SCALAR, "if (keys.any.begin < keys.any.end) {", "{", "lengths-5x0 float32"),
+    Mutant(SCALAR, "if (slice + 1 < kNumSlicesK)", "if (true)", "lengths-63x65 float16"),
+    Mutant(SCALAR, "if (slice + 1 < kNumSlicesV)", "if (true)", "lengths-63x65 float16"),
+    Mutant(SCALAR, "else if (n_begin + kBlockN < keys.any.end) load_k", "else load_k", "lengths-63x65 float32"),
+    Mutant(SCALAR, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
+    Mutant(SCALAR, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
+    Mutant(MASK, "max(position - params.window_left, 0LL)", "position - params.window_left", "window-100-0 float16"),
+    Mutant(
+        MASK, "min(position + params.window_right + 1, tile.seqlen_k)",
+        "position + params.window_right + 1", "lengths-63x65 float16",
+    ),
+    Mutant(MASK, "min(position + params.window_right + 1, tile.seqlen_k)", "tile.seqlen_k", "causal-63x65 float16"),
+    Mutant(MASK, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "hidden_rows"),
+    # One row: what of it is read, and written.
+    Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "lengths-63x65 float16", 0),
+    Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "heads-8-1-3x70 float16", 1),
+    Mutant(SCORE, "min(tile_row, last_row)", "tile_row", "bias-float32 float16"),
+    Mutant(
+        SCORE, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "bias-float32 float16"
+    ),
+    Mutant(SCORE, "key < row.visible.begin || ", "", "window-3-None float16"),
+    Mutant(SCORE, " || key >= row.visible.end", "", "causal-63x65 float16"),
+    Mutant(SCALAR, "if (!row.valid) continue;", "", "lengths-63x65 float16"),
+    Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
+    Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),
+    Mutant(EPILOGUE, "if (tile.sinks)", "if (true)", "lengths-63x65 float16"),
+    Mutant(EPILOGUE, "if (column + kCount <= params.head_dim_v)", "if (true)", "head_dim-40-40 float16"),
+    Mutant(EPILOGUE, "if (column + e < params.head_dim_v)", "if (true)", "head_dim-17-17 float16"),
+    # Which sequence and which batch: boundaries may hold anything.
+    Mutant(SCALAR, "if (threadIdx.x < 32) map_block", "map_block", "packed-plain-True float16"),
+    Mutant(SEQUENCE, "else if (threadIdx.x == 0) {", "else {", "lengths-63x65 float16"),
+    Mutant(SEQUENCE, "if (threadIdx.x == 0) tile.num_rows = 0;", "tile.num_rows = 0;", "packed-plain-True float16"),
+    Mutant(SEQUENCE, "segment.index >= 0 && ", "", "malformed-late_and_falling"),
+    Mutant(SEQUENCE, " && segment.index < params.num_sequences", "", "packed-tail-True float16"),
+    Mutant(
+        SEQUENCE, "max(load_integer(boundaries, params.cu_seqlens_k_size), 0LL)",
+        "load_integer(boundaries, params.cu_seqlens_k_size)", "malformed-outside",
+    ),
+    Mutant(SEQUENCE, "min(max(end_k, begin_k), params.seqlen_k)", "max(end_k, begin_k)", "malformed-outside"),
+    Mutant(
+        SEQUENCE, "is_sequence ? params.sinks", "true ? params.sinks", "packed-tail-sinks",
+    ),
+    Mutant(SEQUENCE, "-(1LL << 60)), 1LL << 60)", "-(1LL << 60)), 0x7fffffffffffffffLL)", "huge_offsets"),
+    Mutant(SEQUENCE, "-(1LL << 60))", "-0x7fffffffffffffffLL - 1)", "huge_offsets"),
+    Mutant(NUMERIC, "value >> 63 ? 0x7fffffffffffffffLL : ", "", "huge_offsets"),
+    Mutant(SEGMENT, "if (i > params.num_sequences) return params.seqlen_q;", "", "packed-plain-True float16"),
+    Mutant(SEGMENT, "min(value, params.seqlen_q)", "value", "malformed-outside"),
+    Mutant(SEGMENT, "max(ends[i], ends[i - 1])", "ends[i]", "malformed-late_and_falling"),
+    Mutant(SEGMENT, "max(ends[i], segment_begin)", "ends[i]", "malformed-long_fall"),
+    Mutant(SEGMENT, "max(begin, chunk_begin)", "begin", "malformed-long_fall"),
+    Mutant(SEGMENT, "max(chunk_begin, __shfl_sync", "(__shfl_sync", "malformed-long_fall"),
+    Mutant(SEGMENT, "if (lane >= distance) running", "running", "packed-many-True float16"),
+]  # fmt: skip
+
+_BARRIER = re.compile(r"^ *(?:__sync\w+\(\)|\w+_wait\w*\([^)]*\));$", re.MULTILINE)
+
+
+def _barriers() -> list[Mutant]:
+    """Every statement that is a barrier or a wait, by what it looks like."""
+    found = []
+    folder = source_folder()
+    for path in sorted([*folder.glob("*.cu"), *folder.glob("common/*.cuh")]):
+        name = path.relative_to(folder).as_posix()
+        seen: dict[str, int] = {}
+        for match in _BARRIER.finditer(path.read_text()):
+            text = match[0].strip()
+            case = "packed-many-True float16" if name.startswith("common/") else "head_dim-160-160 float32"
+            found.append(Mutant(name, text, "", case, seen.setdefault(text, 0)))
+            seen[text] += 1
+    return found
+
+
+def _notice(noticed_by: str, emulator: Emulator) -> None:
+    """Raise AssertionError if the kernel does what it must not."""
+    if noticed_by in SPECIAL:
+        SPECIAL[noticed_by](emulator)
+        return
+    name, dtype = noticed_by.split()
+    case, data = CASES_BY_NAME[name], make_data(CASES_BY_NAME[name], dtype)
+    check(case, data, run(case, data, np, emulator.function(case)))
+
+
+def test_barriers_are_found() -> None:
+    texts = [(mutant.file, mutant.text) for mutant in _barriers()]
+    assert texts.count(("forward_scalar.cu", "__syncthreads();")) == 2
+    assert ("forward_scalar.cu", "cp_async_wait();") in texts
+    for spec in KERNELS:
+        assert any(mutant.file == f"{spec.name}.cu" for mutant in _barriers()), f"{spec.name} has no barrier?"
+
+
+@pytest.mark.parametrize("noticed_by", sorted({mutant.noticed_by for mutant in CHECKS}))
+def test_unchanged_sources_pass(noticed_by: str) -> None:
+    for spec in KERNELS:
+        _notice(noticed_by, Emulator(spec.name))
+
+
+@pytest.mark.parametrize("mutant", [*_barriers(), *CHECKS], ids=str)
+def test_mutant_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
+    sources = shadow_sources(tmp_path / "src", {mutant.file: mutant.apply()})
+    for spec in KERNELS:
+        if mutant.file.endswith(".cu") and mutant.file != f"{spec.name}.cu":
+            continue
+        with pytest.raises((EmulationError, AssertionError)):
+            _notice(mutant.noticed_by, Emulator(spec.name, sources=sources))
