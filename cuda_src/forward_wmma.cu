@@ -16,7 +16,7 @@
 #include "common/score.cuh"
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
-#include "ptx/exp2.cuh"
+#include "common/weights.cuh"
 #include "ptx/wmma.cuh"
 
 namespace cuflash {
@@ -207,7 +207,6 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
         }
         states.row_sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
-    __syncwarp();
 }
 
 // o = o * factors + P V
@@ -223,7 +222,7 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
     }
 #pragma unroll
     for (int f = 0; f < kFeatureFragments; ++f) {
-        if (f % 2 == 0) __syncwarp();
+        if (f % 2 == 0) wmma_fence();
         Tensor::B values[kStepsV];
         load_operands<kDepth * kPitchV>(values, &v[0][f * 16], kPitchV);
         WmmaC sum[kRowFragments] = {};
@@ -245,6 +244,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                                            WmmaC (&o)[kRowFragments][kFeatureFragments], RowTile (&rows)[kRowFragments],
                                            float (&factors)[kRowFragments][16], int first_row, int lane) {
     constexpr int kOutputs = 16 / sizeof(OutElement);
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
         const float row_sum = states.row_sum[i] + __shfl_xor_sync(0xffffffffu, states.row_sum[i], 1);
@@ -252,7 +252,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         float factor = 0;
         if (row.valid) {
             const FinishedRow finished =
-                finish_row(params, tile, row, (states.reference[i] + kWeightBits) * kLn2, row_sum * kWeightUnit);
+                finish_row(params, tile, row, natural_maximum(states.reference[i]), row_sum * kWeightUnit);
             factor = finished.multiplier / finished.divisor * kWeightUnit;
             if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished.lse);
         }

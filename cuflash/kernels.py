@@ -78,6 +78,8 @@ class KernelSpec(NamedTuple):
     """Blocks per multiprocessor for which the compiler keeps registers free."""
     limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
     """What else the kernel refuses, as a sentence."""
+    rounds_weights: bool = False
+    """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
     def refusal(self, problem: Problem, device: Device) -> str | None:
         """Return None if the kernel serves the problem on the device, else the reason as a sentence."""
@@ -279,6 +281,7 @@ KERNELS = (
         shared_memory=wmma_shared_memory,
         min_blocks=wmma_min_blocks,
         limits=wmma_limits,
+        rounds_weights=True,
     ),
     KernelSpec(
         name="forward_scalar",

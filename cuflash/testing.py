@@ -242,12 +242,22 @@ def _reference(
     return reference.attention_varlen(q, k, v, *map(np.asarray, case.cu_seqlens), **options)
 
 
-def check(case: Case, data: Data, outcome: Outcome) -> None:
+def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = False) -> None:
     """Apply the error rule; AssertionError says what is wrong.
 
     Zeros, infinities and NaN must be exact. Other outputs may be off by twice what one ulp in every logit and weight
     can do, plus the rounding of the result to its type. The sum over keys gets no allowance that grows with their
     number, except inside a tile, where equal values round the same way again and again.
+
+    Parameters
+    ----------
+    case, data, outcome
+        What was called, with what, and what it returned.
+    rounds_weights
+        Whether the kernel rounds weights to the format that it multiplies (`KernelSpec.rounds_weights`): the weight of
+        key j may then be off by u w_j, with u the format's rounding, and the output by u sum_j w_j |v_j| / sum_j w_j.
+        The bound is not smaller than that sum, as equal weights round the same way. With `precision="tf32"` such a
+        kernel rounds q, k and v too.
     """
     expected, expected_lse = oracle(case, data)
     out = outcome.out.astype(np.float64)
@@ -269,6 +279,12 @@ def check(case: Case, data: Data, outcome: Outcome) -> None:
     rounding = _rounding(outcome.out.dtype)
     per_tile = eps * min(case.shape_k[_sequence_axis(case)], 256) / 6
     tolerance = relative * magnitude + (per_tile + 1.01 * rounding) * np.abs(expected) + _smallest(outcome.out.dtype)
+    if rounds_weights:
+        tf32 = case.options.get("precision") == "tf32"
+        unit = 2.0**-11 if tf32 else _rounding(data.q.dtype)
+        of_logits = 2 * unit * score if tf32 else 0.0  # q and k are off by one unit each
+        tolerance += 2 * of_logits * magnitude + (1 + tf32) * unit * oracle(case, data._replace(v=np.abs(data.v)))[0]
+        relative += of_logits
     error = np.abs(out - expected)
     worst = np.unravel_index(np.argmax(error - tolerance), error.shape)
     report = f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"

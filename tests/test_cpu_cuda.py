@@ -35,7 +35,7 @@ def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
         pytest.skip(f"{emulator.settings.kernel} refuses")
     data = make_data(case, dtype)
     first = run(case, data, np, emulator.function(case))
-    check(case, data, first)
+    check(case, data, first, rounds_weights=emulator.spec.rounds_weights)
     emulator.seed = 1 + len(case.name)
     second = run(case, data, np, emulator.function(case))
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
@@ -78,7 +78,7 @@ def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
     def right(call: Call) -> None:
         emulator = Emulator(spec.name, seed=call.seed % 3)
         try:
-            assert_right_twice(call, np, emulator.function(call.case))
+            assert_right_twice(call, np, emulator.function(call.case), spec)
         except ValueError as error:
             if "cannot serve this call" not in str(error):
                 raise

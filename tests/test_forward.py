@@ -20,10 +20,10 @@ from cuflash.problem import Problem, describe_attention, describe_varlen
 from cuflash.testing import Case, call_arguments, check, make_data, run
 
 
-def _assert_right_twice(case: Case, dtype: str, xp: Any) -> None:
+def _assert_right_twice(case: Case, dtype: str, xp: Any, *, rounds_weights: bool = False) -> None:
     data = make_data(case, dtype)
     first = run(case, data, xp)
-    check(case, data, first)
+    check(case, data, first, rounds_weights=rounds_weights)
     second = run(case, data, xp)
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
 
@@ -70,7 +70,7 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
 
     with cuflash.options(kernel=spec.name):
         if spec.refusal(_describe(case, dtype), device_info(0)) is None:
-            _assert_right_twice(case, dtype, cupy)
+            _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, dtype, cupy)
 
@@ -95,4 +95,4 @@ def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
     assert len(names) >= 3
     for name in {*names[:3], names[-1]}:
         with cuflash.options(kernel=spec.name, tile=name):
-            _assert_right_twice(case, dtype, cupy)
+            _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)

@@ -186,7 +186,7 @@ def _notice(noticed_by: str, emulator: Emulator) -> None:
         return
     name, dtype = noticed_by.split()
     case, data = CASES_BY_NAME[name], make_data(CASES_BY_NAME[name], dtype)
-    check(case, data, run(case, data, np, emulator.function(case)))
+    check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=emulator.spec.rounds_weights)
 
 
 def test_barriers_are_found() -> None:

@@ -10,20 +10,6 @@ __device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) {
     return row_max == -infinity() ? Accumulator(0) : row_max;
 }
 
-// Kernels on tensor cores keep logits in units of log2(e) and round the weights to the dtype of the operands. Weights
-// are relative to a reference kWeightBits below the maximum: float16 then keeps its full precision for weights down to
-// 2^-29 of the largest, and 2^-39 of it is not yet 0. The other formats have range enough.
-constexpr int kWeightBits = kDtype == CUFLASH_FLOAT16 ? 15 : 0;
-constexpr float kWeightUnit = 1.0f / (1 << kWeightBits);
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
-
-// Reference of weights 2^(score * multiplier - reference), for scores up to `largest`. Rounded up, so that no weight
-// exceeds 2^kWeightBits, however large the logits.
-__device__ __forceinline__ float weight_reference(float largest, float multiplier) {
-    return __fsub_ru(__fmul_ru(largest, multiplier), static_cast<float>(kWeightBits));
-}
-
 template <int kRows>
 struct OnlineSoftmax {
     Accumulator row_max[kRows];  // of all lanes that share the row

@@ -131,6 +131,14 @@ inline float __double2float_rz(double value) {
     return fabs(static_cast<double>(nearest)) > fabs(value) ? nextafterf(nearest, 0.0f) : nearest;
 }
 
+// Rounded up.
+inline float cpu_cuda_float_above(double value) {
+    const float nearest = static_cast<float>(value);
+    return static_cast<double>(nearest) < value ? nextafterf(nearest, INFINITY) : nearest;
+}
+inline float __fmul_ru(float a, float b) { return cpu_cuda_float_above(static_cast<double>(a) * b); }
+inline float __fsub_ru(float a, float b) { return cpu_cuda_float_above(static_cast<double>(a) - b); }
+
 #define CPU_CUDA_MIN_MAX(T)                          \
     inline T min(T a, T b) { return b < a ? b : a; } \
     inline T max(T a, T b) { return a < b ? b : a; }

@@ -213,6 +213,7 @@ class Emulator:
         self, kernel: str, tile: str = "", device: Device | None = None, seed: int = 0, sources: Path | None = None
     ) -> None:
         self.settings = Settings(kernel, tile, False)
+        self.spec = next(spec for spec in KERNELS if spec.name == kernel)
         self.device = device_of(90) if device is None else device
         self.seed = seed
         self.sources = sources
@@ -231,8 +232,7 @@ class Emulator:
 
     def refuses(self, problem: Problem) -> bool:
         """Whether the kernel does not serve the problem."""
-        spec = next(spec for spec in KERNELS if spec.name == self.settings.kernel)
-        return spec.refusal(problem, self.device) is not None
+        return self.spec.refusal(problem, self.device) is not None
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""

@@ -41,4 +41,19 @@ inline unsigned short bfloat16_bits_from_float(float value) {
     return static_cast<unsigned short>(bits >> 16);
 }
 
+inline unsigned int half2_bits_from_floats(float low, float high) {
+    return half_bits_from_float(low) | static_cast<unsigned int>(half_bits_from_float(high)) << 16;
+}
+
+inline unsigned int bfloat162_bits_from_floats(float low, float high) {
+    return bfloat16_bits_from_float(low) | static_cast<unsigned int>(bfloat16_bits_from_float(high)) << 16;
+}
+
+// To nearest, ties away from zero.
+inline unsigned int tf32_bits_from_float(float value) {
+    if (value != value) return 0x7fffffffu;
+    if (fabsf(value) == INFINITY) return __float_as_uint(value);
+    return (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+}
+
 }  // namespace cuflash
