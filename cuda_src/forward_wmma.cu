@@ -17,7 +17,7 @@
 #include "common/softmax.cuh"
 #include "common/tile.cuh"
 #include "common/weights.cuh"
-#include "ptx/wmma.cuh"
+#include "ptx/wmma_sm80.cuh"
 
 namespace cuflash {
 
@@ -39,21 +39,19 @@ constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));
 constexpr int kPitchV = kHeadDimV + 8;
 constexpr int kPitchS = kBlockN + 8;
 
-// Q stays in registers if there are enough beside O, the scores and operands on their way; how many those take was
-// found by compiling. Otherwise it is read a few steps at a time, in a loop that keeps the compiler from fetching it
-// all.
+// Q stays in registers if there are enough beside O, the scores and operands on their way (found by compiling). If not,
+// it is read a few steps at a time, in a loop that keeps the compiler from fetching it all.
 constexpr int kWarpsPerScheduler = (kNumWarps * kMinBlocks + 3) / 4;
 constexpr int kRegisters = 512 / kWarpsPerScheduler < 255 ? 512 / kWarpsPerScheduler : 255;
 constexpr int kRegistersO = kRowFragments * kFeatureFragments * 8;
 constexpr int kRegistersS = kRowFragments * kKeyFragments * 8;
 constexpr int kRegistersQ = kRowFragments * kHeadDim * static_cast<int>(sizeof(Element)) / 8;
-constexpr bool kKeepQ = kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
+constexpr bool kKeepQ = kHeadDim <= 128 && kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
 constexpr int kGroup = kKeepQ ? kStepsK : kStepsK % 4 == 0 ? 4 : kStepsK % 3 == 0 ? 3 : kStepsK % 2 == 0 ? 2 : kStepsK;
 
 static_assert(kDtype != CUFLASH_FLOAT64, "WMMA multiplies float16, bfloat16 and tf32");
-static_assert(kRowFragments * 16 * kNumWarps == kBlockM, "warps own whole fragments of 16 rows");
+static_assert(kRowFragments * 16 * kNumWarps == kBlockM, "whole warps own whole fragments of 16 rows");
 static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "fragments are 16 wide");
-static_assert(kThreads % 32 == 0, "whole warps");
 
 // 16 rows of one warp, which reads all its scores before it writes the first weight over them.
 union alignas(32) RowTile {
@@ -74,14 +72,18 @@ struct SharedTiles {
 
 using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
 
-struct alignas(kChunk * sizeof(Element)) WeightChunk {
-    unsigned int words[kChunk * sizeof(Element) / 4];
-};
-
 // What a lane knows of its rows, one in each row fragment.
 struct RowStates {
     float reference[kRowFragments];
     float row_sum[kRowFragments];  // of this lane's keys alone
+
+    __device__ __forceinline__ RowStates() {
+#pragma unroll
+        for (int i = 0; i < kRowFragments; ++i) {
+            reference[i] = -infinity();
+            row_sum[i] = 0;
+        }
+    }
 };
 
 // Loads operands that lie kDistance elements apart.
@@ -142,23 +144,10 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
             const float scaled = scaled_score(params, logits.values[e]);
-            logits.values[e] = row_logit(params, row, scaled, n_begin + column + e) * kLog2E;
+            logits.values[e] = logit_in_bits(row_logit(params, row, scaled, n_begin + column + e));
         }
         chunk = logits;
     }
-}
-
-__device__ __forceinline__ WeightChunk pack_weights(const float (&weights)[kChunk]) {
-    WeightChunk packed;
-#pragma unroll
-    for (int i = 0; i < kChunk; i += 4 / sizeof(Element)) {
-        if constexpr (kDtype == CUFLASH_FLOAT16)
-            packed.words[i / 2] = half2_bits_from_floats(weights[i], weights[i + 1]);
-        else if constexpr (kDtype == CUFLASH_BFLOAT16)
-            packed.words[i / 2] = bfloat162_bits_from_floats(weights[i], weights[i + 1]);
-        else packed.words[i] = __float_as_uint(weights[i]);
-    }
-    return packed;
 }
 
 // Scores times `multiplier` are logits in units of log2(e). Leaves their weights in `rows`, and in `factors` what
@@ -176,9 +165,7 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
 #pragma unroll
             for (int e = 0; e < kChunk; ++e) values[i][j + e] = chunk.values[e];
         }
-        float largest[kChunk];
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) largest[e] = values[i][e];
+        float largest[kChunk] = {values[i][0], values[i][1], values[i][2], values[i][3]};
 #pragma unroll
         for (int j = kChunk; j < kColumns; ++j) largest[j % kChunk] = maximum(largest[j % kChunk], values[i][j]);
         float tile_max = maximum(maximum(largest[0], largest[1]), maximum(largest[2], largest[3]));
@@ -202,8 +189,8 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
                 weights[e] = exp2_approximate(multiply_add(values[i][j + e], multiplier, -subtract[i]));
                 sums[e] += weights[e];
             }
-            *reinterpret_cast<WeightChunk*>(&rows[i].weights[row][j * kLanesPerRow + first_column]) =
-                pack_weights(weights);
+            *reinterpret_cast<FourWeights*>(&rows[i].weights[row][j * kLanesPerRow + first_column]) =
+                round_weights(weights);
         }
         states.row_sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
     }
@@ -243,7 +230,6 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const RowStates& states,
                                            WmmaC (&o)[kRowFragments][kFeatureFragments], RowTile (&rows)[kRowFragments],
                                            float (&factors)[kRowFragments][16], int first_row, int lane) {
-    constexpr int kOutputs = 16 / sizeof(OutElement);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
@@ -252,7 +238,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         float factor = 0;
         if (row.valid) {
             const FinishedRow finished =
-                finish_row(params, tile, row, natural_maximum(states.reference[i]), row_sum * kWeightUnit);
+                finish_row(params, tile, row, largest_logit(states.reference[i]), row_sum * kWeightUnit);
             factor = finished.multiplier / finished.divisor * kWeightUnit;
             if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished.lse);
         }
@@ -273,17 +259,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                 wmma_store<0>(&rows[i].scores[0][(f - begin) * 16], o[i][f], kPitchS);
             }
             __syncwarp();
-            const int vectors = count * 16 / kOutputs;
-#pragma unroll 1
-            for (int vector = lane; vector < 16 * vectors; vector += 32) {
-                const int column = vector % vectors * kOutputs;
-                const Row row = row_at(params, tile, first_row + i * 16 + vector / vectors);
-                if (!row.valid) continue;
-                float values[kOutputs];
-#pragma unroll
-                for (int e = 0; e < kOutputs; ++e) values[e] = rows[i].scores[vector / vectors][column + e];
-                store_output(params, output_row(params, tile, row), begin * 16 + column, values);
-            }
+            store_shared_rows<16>(params, tile, first_row + i * 16, begin * 16, count * 16, rows[i].scores, lane);
             __syncwarp();
         }
     }
@@ -309,10 +285,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const int first_column = lane % kLanesPerRow * kChunk;
     constexpr long long kStride = kBlockN;
 
-    const auto visible_rows = [&](long long n_begin) {
-        return static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
-    };
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
+    const auto visible_rows = [&](long long n_begin) { return static_cast<int>(min(keys.any.end - n_begin, kStride)); };
     const auto load_k = [&](long long n_begin) {
         load_rows<kBlockN, kHeadDim>(shared.k, tile.k + n_begin * params.k_strides.row, params.k_strides.row,
                                      params.k_strides.column, visible_rows(n_begin), params.head_dim);
@@ -328,11 +302,6 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 
     RowStates states;
     WmmaC o[kRowFragments][kFeatureFragments] = {};
-#pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) {
-        states.reference[i] = -infinity();
-        states.row_sum[i] = 0;
-    }
     KeptQ kept_q;
     if (keys.any.begin < keys.any.end) {
         load_tile<kBlockM, kHeadDim>(
@@ -357,8 +326,9 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
 
         float multiplier = shared.scale_log2;
-        if (kBiasDtype != 0 || kHasMask || kHasSoftcap || tile.alibi_slopes != nullptr || !(multiplier > 0) ||
-            n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end) {
+        if (kBiasDtype != 0 || kHasMask || kHasSoftcap || tile.alibi_slopes != nullptr ||
+            !(multiplier > 0 && multiplier < infinity()) || n_begin < keys.all.begin ||
+            n_begin + kBlockN > keys.all.end) {
             multiplier = 1;
 #pragma unroll 1
             for (int i = 0; i < kRowFragments; ++i)

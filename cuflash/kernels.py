@@ -241,12 +241,17 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
     Shared memory is what limits this kernel. Warps of 32 rows read K and V half as often as warps of 16, so they come
     first where their output fits the registers.
     """
+    newer = device.compute_capability >= 80
+    together = 256 if newer else 128 if device.compute_capability >= 75 else 96
     fitting = []
     for tile in _WMMA_TILES:
         output, scores = _wmma_registers(problem, tile)
+        tall = tile.block_m == tile.num_threads
+        widest = 64 if output <= (96 if newer else 64) else 32 if output <= 96 or newer else 16
         if (
             output <= 128
-            and tile.block_n <= (64 if output <= 96 else 32)
+            and tile.block_n <= widest
+            and not (tall and output + scores > together)
             and wmma_shared_memory(problem, tile) <= device.shared_memory_per_block
         ):
             fitting.append(tile)

@@ -23,15 +23,16 @@ rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def _describe(case: Case, dtype: str) -> Problem:
+def describe(case: Case, dtype: str) -> Problem:
+    """Meaning of a case's call."""
     positional, options = call_arguments(case, dtype)
-    describe = describe_attention if case.cu_seqlens is None else describe_varlen
-    return describe(*positional, **options)[0]
+    check_call = describe_attention if case.cu_seqlens is None else describe_varlen
+    return check_call(*positional, **options)[0]
 
 
 def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
     """Right, and bitwise the same whatever the order in which warps and lanes take turns."""
-    if emulator.refuses(_describe(case, dtype)):
+    if emulator.refuses(describe(case, dtype)):
         pytest.skip(f"{emulator.settings.kernel} refuses")
     data = make_data(case, dtype)
     first = run(case, data, np, emulator.function(case))
@@ -55,7 +56,7 @@ def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The three tallest tiles and the lowest, of devices with less shared memory."""
     case, device = CASES_BY_NAME[name], device_of(capability)
-    problem = _describe(case, dtype)
+    problem = describe(case, dtype)
     if spec.refusal(problem, device) is not None:
         pytest.skip(f"{spec.name} refuses")
     tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
@@ -140,7 +141,7 @@ def test_agrees_with_the_gpu(spec: KernelSpec, name: str, dtype: str) -> None:
     import cuflash
 
     case, emulator = CASES_BY_NAME[name], Emulator(spec.name, device=launch.device_info(0))
-    if emulator.refuses(_describe(case, dtype)):
+    if emulator.refuses(describe(case, dtype)):
         pytest.skip(f"{spec.name} refuses")
     data = make_data(case, dtype)
     emulated = run(case, data, np, emulator.function(case))

@@ -237,6 +237,59 @@ def test_conversions(back_end: str, dtype: str, tmp_path: Path) -> None:
 
 
 @backends
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_conversions_of_pairs(back_end: str, dtype: str, tmp_path: Path) -> None:
+    name = "half2" if dtype == "float16" else "bfloat162"
+    floats = np.random.default_rng(0).standard_normal(2048).astype(np.float32) * np.float32(50)
+    body = f"""
+        for (int i = 2 * thread; i < {floats.size}; i += 64) {{
+            const unsigned int bits = {name}_bits_from_floats(in[i], in[i + 1]);
+            out[i] = bits & 0xffff, out[i + 1] = bits >> 16;
+        }}
+    """
+    arrays = floats, floats, np.empty(floats.size, np.uint16)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("float", "unsigned short"))
+    assert (out == floats.astype(DTYPES[dtype]).view(np.uint16)).all()
+
+
+@backends
+def test_conversion_to_tf32(back_end: str, tmp_path: Path) -> None:
+    floats = np.random.default_rng(0).standard_normal(2048).astype(np.float32)
+    floats[:4] = np.array([0x3F801000, 0x3F800FFF, 0xBF801000, 0x3F803000], np.uint32).view(np.float32)
+    body = f"for (int i = thread; i < {floats.size}; i += 32) out[i] = tf32_bits_from_float(in[i]) & 0xffffe000u;"
+    arrays = floats, floats, np.empty(floats.size, np.uint32)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("float", "unsigned int"))
+    assert (out == (floats.view(np.uint32) + np.uint32(0x1000) & np.uint32(0xFFFFE000))).all()
+
+
+@backends
+def test_exp2(back_end: str, tmp_path: Path) -> None:
+    floats = np.float32([-np.inf, -1e30, -127, -126, -30.5, -1e-6, 0, 0.5, 15, 127])
+    floats = np.concatenate([floats, np.linspace(-126, 126, 1000, dtype=np.float32)])
+    body = f"for (int i = thread; i < {floats.size}; i += 32) out[i] = exp2_approximate(in[i]);"
+    out = _run(back_end, body, (floats, floats, np.empty_like(floats)), tmp_path, "exp2", ("float", "float"))
+    assert (out[:3] == 0).all() and out[6] == 1
+    np.testing.assert_allclose(out[3:], np.exp2(floats[3:].astype(np.float64)), rtol=2.0**-21)
+
+
+@backends
+def test_directed_rounding(back_end: str, tmp_path: Path) -> None:
+    a, b = np.random.default_rng(0).standard_normal((2, 512)).astype(np.float32)
+    b[:8] = 15.0
+    a[:8] = [0, 15, 2.0**24 - 1, -(2.0**24) + 1, 2.0**27 + 8, -(2.0**27), -3.4e38, 1e-30]
+    body = """
+        for (int i = thread; i < 512; i += 32) {
+            out[2 * i] = __fmul_ru(in[i], in_2[i]);
+            out[2 * i + 1] = __fsub_ru(in[i], in_2[i]);
+        }
+    """
+    out = _run(back_end, body, (a, b, np.empty(1024, np.float32)), tmp_path, "convert", ("float", "float"))
+    wide = [a.astype(np.longdouble), b.astype(np.longdouble)]
+    for got, exact in zip(out.reshape(-1, 2).T, (wide[0] * wide[1], wide[0] - wide[1]), strict=True):
+        assert (got >= exact).all() and (np.nextafter(got, np.float32(-np.inf)) < exact).all()
+
+
+@backends
 def test_copies_arrive_at_their_waits(back_end: str, tmp_path: Path) -> None:
     body = """
         for (int group = 0; group < 3; ++group) {
@@ -329,6 +382,50 @@ def test_mma_m16n8k8_tf32(back_end: str, tmp_path: Path) -> None:
     c = np.tile([[1.0, 2.0]], (16, 4))
     c[8:] += 2
     _assert_close(out.reshape(16, 8), *cut, c)
+
+
+@backends
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_wmma(back_end: str, dtype: str, transposed: bool, tmp_path: Path) -> None:
+    """One product, from operands at an offset in padded rows; the rows of C times a column of factors."""
+    kind = "float" if dtype == "float32" else "unsigned short"
+    depth = 8 if dtype == "float32" else 16
+    columns, b_rows = (depth, 16) if transposed else (16, depth)
+    body = f"""
+        using Tensor = Wmma<CUFLASH_{dtype.upper()}>;
+        constexpr int kPitch = 24;
+        static_assert(Tensor::kDepth == {depth}, "depth");
+        auto* a_tile = shared;
+        auto* b_tile = shared + 512;
+        auto* c_tile = reinterpret_cast<float*>(shared_memory + 4096);
+        auto* factors = c_tile + 512;
+        for (int i = lane; i < 16 * {depth}; i += 32) a_tile[16 + i / {depth} * kPitch + i % {depth}] = in[i];
+        for (int i = lane; i < {b_rows * columns}; i += 32) b_tile[i / {columns} * kPitch + i % {columns}] = in_2[i];
+        if (lane < 16) factors[lane] = static_cast<float>(lane + 1);
+        __syncwarp();
+        Tensor::A a;
+        Tensor::{"BTransposed" if transposed else "B"} b;
+        WmmaC c = {{}}, factor;
+        Tensor::load<16>(a, a_tile, kPitch);
+        Tensor::load<0>(b, b_tile, kPitch);
+        wmma_load_column(factor, factors);
+        Tensor::multiply_add(c, a, b);
+        wmma_fence();
+        for (int i = 0; i < 8; ++i) c.x[i] *= factor.x[i];
+        wmma_store<16>(c_tile, c, 20);
+        __syncwarp();
+        for (int i = lane; i < 256; i += 32) out[i] = c_tile[16 + i / 16 * 20 + i % 16];
+    """
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((16, depth), (b_rows, columns)))
+    if dtype == "float32":
+        a, b = ((x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b))
+        arrays = a, b, np.empty((16, 16), np.float32)
+    else:
+        arrays = a.view(np.uint16), b.view(np.uint16), np.empty((16, 16), np.float32)
+    out = _run(back_end, body, arrays, tmp_path, "wmma_sm80", (kind, "float"))
+    _assert_close(out.reshape(16, 16) / np.arange(1, 17)[:, None], a, b.T if transposed else b, np.zeros((16, 16)))
 
 
 def test_every_instruction_has_its_definition() -> None:

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cpu_cuda.emulator import EmulationError, Emulator, compiler, shadow_sources
-from test_cpu_cuda import CASES_BY_NAME, MALFORMED, malformed
+from test_cpu_cuda import CASES_BY_NAME, MALFORMED, describe, malformed
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder
-from cuflash.kernels import KERNELS
+from cuflash.kernels import KERNELS, device_of
 from cuflash.testing import check, make_data, run
 
+H200 = device_of(90)
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
 
@@ -31,8 +32,10 @@ class Mutant(NamedTuple):
     text: str
     replacement: str
     noticed_by: str
-    """A case of the matrix with its dtype, or a key of `SPECIAL`."""
+    """A case of the matrix with its dtype, or a key of `SPECIAL`; one of several between semicolons."""
     occurrence: int = 0
+    kernel: str = ""
+    """Source of the only kernel that uses it, if it is in a header."""
 
     def __str__(self) -> str:
         return f"{Path(self.file).stem}-{' '.join(self.text.split())}-{self.occurrence}"
@@ -84,23 +87,50 @@ def _tail_with_sinks(emulator: Emulator) -> None:
     assert (out[70:] == 0).all() and np.isneginf(lse[70:]).all() and np.isfinite(lse[:70]).all()
 
 
+def _no_visible_key(emulator: Emulator) -> None:
+    """Nothing may be on its way at the end, not even to a tile whose Q would stay in shared memory."""
+    x = np.ones((5, 256), np.float16)
+    assert (emulator.attention(x, x, x, causal=True, query_offset=-1000) == 0).all()
+
+
+def _tall_tiles(emulator: Emulator) -> None:
+    """Packed sequences with several warps per block, however few rows there are."""
+    case = CASES_BY_NAME["packed-plain-True"]
+    problem = describe(case, "float16")
+    tile = str(emulator.spec.tiles(problem, emulator.device)[0])
+    tall = Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
+    run(case, make_data(case, "float16"), np, tall.function(case))
+
+
+def _too_many_lanes(emulator: Emulator) -> None:
+    """Fewer 16-byte pieces in a tile of keys than the block has threads."""
+    if "128x32" in map(str, emulator.spec.tiles(describe(CASES_BY_NAME["offset-array-int8"], "float16"), H200)):
+        tall = Emulator(emulator.spec.name, "128x32", sources=emulator.sources)
+        x = np.ones((70, 16), np.float16)
+        assert (tall.attention(x, x, x) == 1).all()
+
+
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_lse": _no_lse,
     "hidden_rows": _hidden_rows,
     "huge_offsets": _huge_offsets,
     "packed-tail-sinks": _tail_with_sinks,
+    "no_visible_key": _no_visible_key,
+    "tall_tiles": _tall_tiles,
+    "too_many_lanes": _too_many_lanes,
     **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
 }
 
-SCALAR, SEQUENCE, SEGMENT = "forward_scalar.cu", "common/sequence.cuh", "common/segment.cuh"
+SCALAR, WMMA = "forward_scalar.cu", "forward_wmma.cu"
+SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
 MASK, SCORE, EPILOGUE, NUMERIC = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "numeric"))
 
 CHECKS = [
     # The tile loader: rows and features that the arrays do not have.
-    Mutant(SCALAR, "source != nullptr && ", "", "lengths-63x65 float16", 0),
-    Mutant(SCALAR, "source != nullptr && ", "", "head_dim-17-17 float16", 1),
-    Mutant(SCALAR, " && first_feature + column < num_features", "", "head_dim-40-40 float16", 0),
-    Mutant(SCALAR, " && first_feature + column < num_features", "", "head_dim-17-17 float16", 1),
+    Mutant(TILE, "source != nullptr && ", "", "lengths-63x65 float16", 0),
+    Mutant(TILE, "source != nullptr && ", "", "head_dim-17-17 float16", 1),
+    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-40-40 float16", 0),
+    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-17-17 float16", 1),
     Mutant(SCALAR, "row.valid ? tile.q", "true ? tile.q", "lengths-63x65 float16"),
     Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.k", "true ? tile.k", "lengths-63x65 float16"),
     Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.v", "true ? tile.v", "lengths-63x65 float16"),
@@ -120,6 +150,28 @@ CHECKS = [
     ),
     Mutant(MASK, "min(position + params.window_right + 1, tile.seqlen_k)", "tile.seqlen_k", "causal-63x65 float16"),
     Mutant(MASK, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "hidden_rows"),
+    # The tensor-core kernel's own: its loader of rows, its walk, its two lanes per row.
+    Mutant(WMMA, "row.valid ? tile.q", "true ? tile.q", "lengths-63x65 float16"),
+    Mutant(WMMA, "min(keys.any.end - n_begin, kStride)", "kStride", "lengths-63x65 float16"),
+    Mutant(WMMA, "min(keys.any.end - n_begin, kStride)", "min(tile.seqlen_k - n_begin, kStride)", "hidden_rows"),
+    Mutant(WMMA, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
+    Mutant(WMMA, " && tile.num_rows != 0", "", "packed-plain-True float16"),
+    Mutant(WMMA, "if (keys.any.begin < keys.any.end) {", "{", "no_visible_key"),
+    Mutant(WMMA, "if (n_begin + kBlockN < keys.any.end) load_k", "load_k", "lengths-63x65 float16"),
+    Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
+    Mutant(WMMA, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
+    Mutant(WMMA, "if (first_column == 0) factors", "factors", "lengths-63x65 float16"),
+    Mutant(WMMA, "if (row.valid) {", "{", "lengths-63x65 float16"),
+    Mutant(EPILOGUE, "if (!row.valid) continue;", "", "lengths-63x65 float16", kernel=WMMA),
+    Mutant(TILE, "inside && row + pass < num_rows", "row + pass < num_rows", "head_dim-40-40 float16", kernel=WMMA),
+    Mutant(TILE, "inside && row + pass < num_rows", "inside", "lengths-63x65 float16", kernel=WMMA),
+    Mutant(TILE, "(kVectors < kLanes && column >= kWidth) || ", "", "head_dim-40-40 float16", kernel=WMMA),
+    Mutant(TILE, " || (kStep > kNumRows && row >= kNumRows)", "", "too_many_lanes", kernel=WMMA),
+    Mutant(TILE, "row < num_rows && column < num_features", "column < num_features", "head_dim-17-17 float16", kernel=WMMA),
+    Mutant(TILE, "row < num_rows && column < num_features", "row < num_rows", "head_dim-17-17 float16", kernel=WMMA),
+    Mutant(WMMA, "if (lane % kLanesPerRow == 0) store_lse", "store_lse", "lengths-63x65 float16"),
+    Mutant(WMMA, "if (lane % kLanesPerRow == 0) factors", "factors", "lengths-63x65 float16"),
+    Mutant(WMMA, "if (threadIdx.x < 32) {", "{", "tall_tiles"),
     # One row: what of it is read, and written.
     Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "lengths-63x65 float16", 0),
     Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "heads-8-1-3x70 float16", 1),
@@ -164,6 +216,10 @@ CHECKS = [
 _BARRIER = re.compile(r"^ *(?:__sync\w+\(\)|\w+_wait\w*\([^)]*\));$", re.MULTILINE)
 
 
+_COPIED = {SCALAR: "float32", WMMA: "float16"}
+"""Dtype that each kernel copies asynchronously: its waits are needed then."""
+
+
 def _barriers() -> list[Mutant]:
     """Every statement that is a barrier or a wait, by what it looks like."""
     found = []
@@ -173,7 +229,8 @@ def _barriers() -> list[Mutant]:
         seen: dict[str, int] = {}
         for match in _BARRIER.finditer(path.read_text()):
             text = match[0].strip()
-            case = "packed-many-True float16" if name.startswith("common/") else "head_dim-160-160 float32"
+            packed = "packed-many-True float16"
+            case = packed if name.startswith("common/") else f"head_dim-160-160 {_COPIED[name]}; {packed}"
             found.append(Mutant(name, text, "", case, seen.setdefault(text, 0)))
             seen[text] += 1
     return found
@@ -181,11 +238,17 @@ def _barriers() -> list[Mutant]:
 
 def _notice(noticed_by: str, emulator: Emulator) -> None:
     """Raise AssertionError if the kernel does what it must not."""
+    if "; " in noticed_by:
+        for one in noticed_by.split("; "):
+            _notice(one, emulator)
+        return
     if noticed_by in SPECIAL:
         SPECIAL[noticed_by](emulator)
         return
     name, dtype = noticed_by.split()
     case, data = CASES_BY_NAME[name], make_data(CASES_BY_NAME[name], dtype)
+    if emulator.refuses(describe(case, dtype)):
+        return
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=emulator.spec.rounds_weights)
 
 
@@ -207,7 +270,8 @@ def test_unchanged_sources_pass(noticed_by: str) -> None:
 def test_mutant_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     sources = shadow_sources(tmp_path / "src", {mutant.file: mutant.apply()})
     for spec in KERNELS:
-        if mutant.file.endswith(".cu") and mutant.file != f"{spec.name}.cu":
+        only = mutant.kernel or (mutant.file if mutant.file.endswith(".cu") else "")
+        if only and only != f"{spec.name}.cu":
             continue
         with pytest.raises((EmulationError, AssertionError)):
             _notice(mutant.noticed_by, Emulator(spec.name, sources=sources))

@@ -62,4 +62,24 @@ __device__ __forceinline__ void store_output(const AttentionParams& params, char
     }
 }
 
+// Stores kNumRows rows of the tile, `num_columns` features each, that lie in shared memory. Called by the 32 lanes of a
+// warp.
+template <int kNumRows, int kPitch>
+__device__ __forceinline__ void store_shared_rows(const AttentionParams& params, const TileMap& tile, int first_row,
+                                                  int first_column, int num_columns,
+                                                  const Accumulator (&rows)[kNumRows][kPitch], int lane) {
+    constexpr int kOutputs = 16 / sizeof(OutElement);
+    const int vectors = num_columns / kOutputs;
+#pragma unroll 1
+    for (int vector = lane; vector < kNumRows * vectors; vector += 32) {
+        const Row row = row_at(params, tile, first_row + vector / vectors);
+        if (!row.valid) continue;
+        const int column = vector % vectors * kOutputs;
+        Accumulator values[kOutputs];
+#pragma unroll
+        for (int e = 0; e < kOutputs; ++e) values[e] = rows[vector / vectors][column + e];
+        store_output(params, output_row(params, tile, row), first_column + column, values);
+    }
+}
+
 }  // namespace cuflash
