@@ -223,9 +223,14 @@ def wmma_limits(problem: Problem, device: Device) -> str | None:
     return None
 
 
+# Wavefronts of shared memory are the limit, on an H200 by calculation (per 32 rows and 64 keys, clocks of a
+# multiprocessor): head_dim 64 multiplies for 192, reads K and V for 128 if a warp has 32 rows (256 with 16), passes
+# scores and weights through for 192 and computes exp2 for 128; head_dim 128 multiplies for 384, reads for 320 and
+# passes for 192. So warps have 32 rows where the output fits the registers, 16 elsewhere.
 _WMMA_TILES = (
     Tile(128, 64, 128), Tile(128, 32, 128), Tile(128, 64, 256), Tile(128, 32, 256), Tile(64, 64, 128),
-    Tile(64, 32, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(16, 64, 32), Tile(16, 32, 32), Tile(16, 16, 32),
+    Tile(64, 32, 128), Tile(64, 16, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(32, 16, 64), Tile(16, 64, 32),
+    Tile(16, 32, 32), Tile(16, 16, 32),
 )  # fmt: skip
 
 
@@ -236,13 +241,12 @@ def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory; those that give a multiprocessor eight warps come first.
+    """Tiles that fit registers and shared memory; tall ones that give a processor fewer than eight warps come last.
 
-    Shared memory is what limits this kernel. Warps of 32 rows read K and V half as often as warps of 16, so they come
-    first where their output fits the registers.
+    How many keys fit the registers beside the output was found by compiling; before sm_80 operands take more of them.
     """
     newer = device.compute_capability >= 80
-    together = 256 if newer else 128 if device.compute_capability >= 75 else 96
+    together = 96 if device.compute_capability < 75 else 256 if newer and problem.head_dim <= 128 else 128
     fitting = []
     for tile in _WMMA_TILES:
         output, scores = _wmma_registers(problem, tile)
@@ -258,7 +262,7 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
 
     def few_warps(tile: Tile) -> bool:
         blocks = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
-        return blocks * tile.num_threads < 256
+        return tile.block_m > 16 and blocks * tile.num_threads < 256
 
     return sorted(fitting, key=few_warps)
 

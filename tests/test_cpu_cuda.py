@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from test_random import SETTINGS, Call, alike_calls, assert_right_twice, dense_calls, packed_calls
 
 from cuflash import launch
+from cuflash.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.kernels import KERNELS, KernelSpec, device_of
 from cuflash.problem import Problem, describe_attention, describe_varlen
 from cuflash.testing import Case, call_arguments, check, make_data, run
@@ -47,6 +48,37 @@ def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
     _assert_right_twice(case, dtype, Emulator(spec.name))
+
+
+TF32 = (
+    "lengths-63x65", "causal-200x131", "everything", "packed-plain-True", "head_dim-160-160", "head_dim-17-17", "mean",
+    "layout-gaps-into", "heads-6-2-100x90", "sinks-float32",
+)  # fmt: skip
+
+
+@rows
+@pytest.mark.parametrize("name", TF32)
+def test_tf32(spec: KernelSpec, name: str) -> None:
+    case = CASES_BY_NAME[name]
+    case = case._replace(options=dict(case.options) | {"precision": "tf32"})
+    _assert_right_twice(case, "float32", Emulator(spec.name))
+
+
+@rows
+@dtypes
+@pytest.mark.parametrize("bias", [-1e30, float(np.finfo(np.float32).min), -(2.0**27), 2.0**26 + 8])
+def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
+    """They are not hidden, however low, and weights do not overflow, however coarse logits are."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((70, 32)).astype(DTYPES_BY_NAME[dtype]) for _ in range(3))
+    options: dict[str, Any] = {"bias": np.full((70, 70), bias, np.float32), "return_lse": True, "scale": 1e-9}
+    emulator = Emulator(spec.name)
+    if emulator.refuses(describe_attention(q, k, v, **options)[0]):
+        pytest.skip(f"{spec.name} refuses")
+    out, lse = emulator.attention(q, k, v, **options)
+    mean = np.broadcast_to(v.astype(np.float64).mean(0), out.shape)
+    np.testing.assert_allclose(out.astype(np.float64), mean, atol=2e-3)
+    np.testing.assert_allclose(lse, bias, rtol=1e-6)
 
 
 @rows

@@ -18,7 +18,7 @@ import pytest
 import cuflash
 from cuflash import knobs
 from cuflash.compile import dump, entry_text
-from cuflash.kernels import device_of
+from cuflash.kernels import device_of, kernel_names
 from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
 from cuflash.plan import make_plan
 from cuflash.problem import describe_attention
@@ -114,7 +114,7 @@ def test_options_do_not_reach_other_tasks() -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        ({"kernel": "fast"}, ValueError, "kernel is 'fast', expected one of forward_scalar, cpu"),
+        ({"kernel": "fast"}, ValueError, f"kernel is 'fast', expected one of {', '.join(kernel_names())}"),
         ({"kernel": 3}, TypeError, "kernel is 3 (int), expected a str"),
         ({"tile": (64, 64)}, TypeError, "tile is (64, 64) (tuple), expected a str"),
         ({"log": 1}, TypeError, "log is 1 (int), expected a bool"),
@@ -181,7 +181,7 @@ def test_environment_reaches_calls(environment: dict[str, str], words: str) -> N
 
 def test_unknown_kernel_of_the_environment_is_named() -> None:
     problem = describe_attention(X, X, X)[0]
-    with pytest.raises(ValueError, match="kernel is 'fast', expected one of forward_scalar, cpu"):
+    with pytest.raises(ValueError, match=f"kernel is 'fast', expected one of {', '.join(kernel_names())}"):
         make_plan(problem, device_of(90), Settings("fast", "", False))
 
 

@@ -73,6 +73,16 @@ CASES: list[tuple[str, Problem, int]] = [
         for capability in (61, 70, 75, 80, 86, 120)
     ),
     *((f"float64 D=512 on {capability}", square("float64", 512), capability) for capability in (61, 75, 86)),
+    *((f"float16 D={head_dim}", square("float16", head_dim), 90) for head_dim in (1, 16, 32, 80, 96, 112, 160, 192)),
+    *(
+        (f"float16 D={head_dim} on {capability}", square("float16", head_dim), capability)
+        for head_dim in (64, 128, 256)
+        for capability in (70, 75, 80, 86, 120)
+    ),
+    *((f"tf32 D={head_dim}", square("float32", head_dim, precision="tf32"), 90) for head_dim in (64, 128, 256)),
+    ("tf32 D=128 on 75", square("float32", 128, precision="tf32"), 75),
+    ("bfloat16 D=64 on 75", square("bfloat16", 64), 75),
+    ("float16 D=64 on 61", square("float16", 64), 61),
     ("D=192 Dv=128", dense(gpu((4, 16, 999, 192)), v=gpu((4, 16, 999, 128))), 90),
     ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
     ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
@@ -106,16 +116,16 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
-bfloat16 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
+float16 D=64, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2
+bfloat16 D=64, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2
 float32 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, forward_scalar, 128x64/256, grid 2048, 202864 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
-bfloat16 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
+float16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x2, longest first
+bfloat16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x2, longest first
 float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
 float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168048 B, batch 0:4, D 128/128, align 16, x1, longest first
-float16 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wmma, 128x32/256, grid 2048, 122528 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wmma, 128x32/256, grid 2048, 122528 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, forward_scalar, 32x64/256, grid 8192, 150640 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
@@ -140,30 +150,59 @@ float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, 
 float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x2
-D=192 Dv=128, forward_scalar, 64x64/128, grid 1024, 102512 B, batch 0:4, D 192/128, align 16, x2
-GQA, one query, forward_scalar, 16x64/128, grid 64, 47728 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
-GQA, many queries, forward_scalar, 64x64/128, grid 16384, 86128 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA, seven queries, forward_scalar, 16x64/128, grid 112, 47728 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x3
-MHA, one query, forward_scalar, 16x64/128, grid 256, 47728 B, batch 0:8, D 128/128, align 16, x3
+float16 D=1, forward_wmma, 128x64/128, grid 2048, 49824 B, batch 0:4, D 16/16, align 2, x3
+float16 D=16, forward_wmma, 128x64/128, grid 2048, 49824 B, batch 0:4, D 16/16, align 16, x3
+float16 D=32, forward_wmma, 128x64/128, grid 2048, 58016 B, batch 0:4, D 32/32, align 16, x3
+float16 D=80, forward_wmma, 128x64/128, grid 2048, 82592 B, batch 0:4, D 80/80, align 16, x2
+float16 D=96, forward_wmma, 128x64/128, grid 2048, 90784 B, batch 0:4, D 96/96, align 16, x2
+float16 D=112, forward_wmma, 128x32/128, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x2
+float16 D=160, forward_wmma, 128x64/256, grid 2048, 123552 B, batch 0:4, D 160/160, align 16, x1
+float16 D=192, forward_wmma, 128x64/256, grid 2048, 139936 B, batch 0:4, D 192/192, align 16, x1
+float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48800 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 80, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 86, forward_wmma, 128x32/128, grid 2048, 48800 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 120, forward_wmma, 128x32/128, grid 2048, 48800 B, batch 0:4, D 64/64, align 16, x2
+float16 D=128 on 70, forward_wmma, 128x32/256, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 75, forward_wmma, 16x64/32, grid 16384, 44000 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 80, forward_wmma, 128x32/128, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x2
+float16 D=128 on 86, forward_wmma, 128x32/256, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 120, forward_wmma, 128x32/256, grid 2048, 73376 B, batch 0:4, D 128/128, align 16, x1
+float16 D=256 on 70, forward_wmma, 16x16/32, grid 16384, 27104 B, batch 0:4, D 256/256, align 16, x3
+float16 D=256 on 75, forward_wmma, 16x16/32, grid 16384, 27104 B, batch 0:4, D 256/256, align 16, x2
+float16 D=256 on 80, forward_wmma, 128x32/256, grid 2048, 122528 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 86, forward_wmma, 16x32/32, grid 16384, 45024 B, batch 0:4, D 256/256, align 16, x2
+float16 D=256 on 120, forward_wmma, 16x32/32, grid 16384, 45024 B, batch 0:4, D 256/256, align 16, x2
+tf32 D=64, forward_wmma, 128x64/128, grid 2048, 108192 B, batch 0:4, D 64/64, align 16, x2
+tf32 D=128, forward_wmma, 128x64/256, grid 2048, 173728 B, batch 0:4, D 128/128, align 16, x1
+tf32 D=256, forward_wmma, 128x32/256, grid 2048, 221344 B, batch 0:4, D 256/256, align 16, x1
+tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60528 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52336 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30832 B, batch 0:4, D 64/64, align 16, x1
+D=192 Dv=128, forward_wmma, 128x64/256, grid 512, 131744 B, batch 0:4, D 192/128, align 16, x1
+GQA, one query, forward_wmma, 16x64/32, grid 64, 44000 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x5
+GQA, many queries, forward_wmma, 128x32/128, grid 8192, 73376 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
+MQA, seven queries, forward_wmma, 16x64/32, grid 112, 44000 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x5
+MHA, one query, forward_wmma, 16x64/32, grid 256, 44000 B, batch 0:8, D 128/128, align 16, x5
 digits, forward_scalar, 16x64/128, grid 38, 43632 B, D 64/16, align 4, x3
-no queries, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:2, D 64/64, align 16, x3
-no keys, forward_scalar, 16x64/128, grid 8, 43632 B, batch 0:2, D 64/64, align 16, x3
-no batch, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:0, D 64/64, align 16, x3
-no heads, forward_scalar, 16x64/128, grid 0, 43632 B, batch 0:2, D 64/64, align 16, x3
-(B, N, H, D) swapped, forward_scalar, 64x64/128, grid 1024, 69744 B, batch 0:4, D 64/64, align 16, x3
-three batch axes, forward_scalar, 64x64/128, grid 240, 69744 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
-batch of q broadcast, forward_scalar, 16x64/128, grid 252, 43632 B, batch 0:9, D 64/64, align 16, x3
+no queries, forward_wmma, 16x64/32, grid 0, 25568 B, batch 0:2, D 64/64, align 16, x8
+no keys, forward_wmma, 16x64/32, grid 8, 25568 B, batch 0:2, D 64/64, align 16, x8
+no batch, forward_wmma, 16x64/32, grid 0, 25568 B, batch 0:0, D 64/64, align 16, x8
+no heads, forward_wmma, 16x64/32, grid 0, 25568 B, batch 0:2, D 64/64, align 16, x8
+(B, N, H, D) swapped, forward_wmma, 128x64/128, grid 512, 74400 B, batch 0:4, D 64/64, align 16, x2
+three batch axes, forward_wmma, 64x64/128, grid 240, 46496 B, batch 0:2 1:3 2:5, D 64/64, align 16, x4
+batch of q broadcast, forward_wmma, 16x64/32, grid 252, 25568 B, batch 0:9, D 64/64, align 16, x8
 six batch axes, forward_scalar, 16x64/128, grid 36, 43632 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
-unaligned rows, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 1, x3
-unaligned address, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 2, x3
-D=68 of float16, forward_scalar, 16x64/128, grid 56, 29296 B, batch 0:2, D 96/96, align 2, x3
-every second feature, forward_scalar, 16x64/128, grid 56, 43632 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3, longest first, softcap
-bias mask, forward_scalar, 32x64/128, grid 256, 52336 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
-sinks alibi_slopes, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
-out_dtype, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3, out=float32
-varlen, forward_scalar, 64x64/128, grid 2208, 69744 B, D 64/64, align 16, x3, varlen
-varlen, GQA, short, forward_scalar, 32x64/128, grid 1616, 52336 B, heads 4 of 4, D 64/64, align 16, x3, varlen
+unaligned rows, forward_wmma, 16x64/32, grid 56, 25568 B, batch 0:2, D 64/64, align 1, x8
+unaligned address, forward_wmma, 16x64/32, grid 56, 25568 B, batch 0:2, D 64/64, align 2, x8
+D=68 of float16, forward_wmma, 16x64/32, grid 56, 30176 B, batch 0:2, D 80/80, align 2, x7
+every second feature, forward_wmma, 16x64/32, grid 56, 25568 B, batch 0:2, D 64/64, align 2, x8
+softcap window, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2, longest first, softcap
+bias mask, forward_wmma, 32x64/64, grid 256, 32544 B, batch 0:4, D 64/64, align 16, x6, mask bias=float32
+sinks alibi_slopes, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2
+out_dtype, forward_wmma, 128x64/128, grid 2048, 74400 B, batch 0:4, D 64/64, align 16, x2, out=float32
+varlen, forward_wmma, 128x64/128, grid 1184, 74400 B, D 64/64, align 16, x2, varlen
+varlen, GQA, short, forward_wmma, 32x64/64, grid 1616, 32544 B, heads 4 of 4, D 64/64, align 16, x6, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43632 B, D 64/64, align 16, x3, varlen
 varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43632 B, D 64/64, align 16, x3, varlen
 """
@@ -397,7 +436,7 @@ def test_build_key_holds_what_changes_the_code(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in kernel_names() if name != "cpu"])
 def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     (spec,) = [spec for spec in KERNELS if spec.name == name]
-    problem = square("float32", 64)
+    problem = next(p for p in (square("float32", 64), square("float16", 64)) if spec.refusal(p, H200) is None)
     tiles = spec.tiles(problem, H200)
     for tile in dict.fromkeys(map(str, tiles)):
         plan = make_plan(problem, H200, Settings(name, tile, False))
@@ -409,7 +448,7 @@ def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     ("settings", "words"),
     [
         (Settings("cpu", "", False), "kernel 'cpu' cannot serve this call: it computes NumPy arrays"),
-        (Settings("forward", "", False), "kernel is 'forward', expected one of forward_scalar, .*cpu"),
+        (Settings("forward", "", False), "kernel is 'forward', expected one of .*forward_scalar, cpu"),
         (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'forward_scalar' has 64x64, "),
         (Settings("", "big", False), "tile 'big' cannot serve this call: kernel 'forward_scalar' has "),
     ],
@@ -459,7 +498,7 @@ narrow = KERNELS[-1]._replace(
 def test_rows_refuse_with_a_sentence(
     make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, *KERNELS))
+    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, KERNELS[-1]))
     monkeypatch.setattr(cuflash.plan, "_choices", {})
     problem, device = make(), device_of(capability)
     (name, reason), *others = refusals(problem, device)
@@ -468,9 +507,47 @@ def test_rows_refuse_with_a_sentence(
         assert reason is None and make_plan(problem, device, AUTOMATIC).kernel == "narrow"
         return
     assert reason is not None and reason.startswith(words)
-    assert make_plan(problem, device, AUTOMATIC).kernel == KERNELS[0].name
+    assert make_plan(problem, device, AUTOMATIC).kernel == KERNELS[-1].name
     with pytest.raises(ValueError, match=f"kernel 'narrow' cannot serve this call: {words}"):
         make_plan(problem, device, Settings("narrow", "", False))
+
+
+(wmma,) = (spec for spec in KERNELS if spec.name == "forward_wmma")
+
+
+@pytest.mark.parametrize(
+    ("problem", "capability", "words"),
+    [
+        (square("float16", 64), 70, None),
+        (square("float16", 64), 61, "needs sm_70, the device is sm_61"),
+        (square("bfloat16", 64), 80, None),
+        (square("bfloat16", 64), 75, "multiplies bfloat16 from sm_80 on, the device is sm_75"),
+        (square("float32", 64, precision="tf32"), 80, None),
+        (square("float32", 64, precision="tf32"), 75, "multiplies tf32 from sm_80 on, the device is sm_75"),
+        (square("float32", 64), 90, "multiplies float32 as tf32, and only under precision='tf32'"),
+        (square("float64", 64), 90, "dtype float64 is not one of "),
+        (square("float16", 264), 90, "head_dim 264 is above 256"),
+    ],
+)
+def test_wmma_refuses_with_a_sentence(problem: Problem, capability: int, words: str | None) -> None:
+    reason = wmma.refusal(problem, device_of(capability))
+    assert reason is None if words is None else reason is not None and reason.startswith(words)
+
+
+@pytest.mark.parametrize("capability", [capability for capability in _SHARED_MEMORY_KB if capability >= 70])
+def test_wmma_has_tiles_for_every_width(capability: int) -> None:
+    device = device_of(capability)
+    for like in (square("float16", 64), square("float32", 64, precision="tf32")):
+        if wmma.refusal(like, device) is not None:
+            continue
+        for head_dim, head_dim_v in itertools.product((1, 16, 17, 64, 80, 96, 97, 128, 160, 192, 224, 256), repeat=2):
+            problem = like._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+            tiles = wmma.tiles(problem, device)
+            assert len({str(tile) for tile in tiles}) >= 3, f"{problem} on {device.arch}"
+            assert tiles[-1].block_m == 16 or any(tile.block_m == 16 for tile in tiles)
+            for tile in tiles:
+                assert wmma.shared_memory(problem, tile) <= device.shared_memory_per_block
+                assert 1 <= wmma.min_blocks(problem, tile, device) <= 16
 
 
 def test_features_are_named_as_the_arguments_are() -> None:

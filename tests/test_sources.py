@@ -53,6 +53,12 @@ def representative_problems() -> dict[str, Problem]:
         problems[f"{dtype}-varlen"] = describe_varlen(tokens, tokens, tokens, boundaries, causal=True)[0]
         odd = x._replace(pointer=1)
         problems[f"{dtype}-odd_bytes"] = describe_attention(odd, odd, odd)[0]
+        if dtype == "float32":
+            for head_dim in (64, 128, 256):
+                x = _info((16, 16, 2048, head_dim), dtype)
+                problems[f"tf32-{head_dim}"] = describe_attention(x, x, x, causal=True, precision="tf32")[0]
+            x = _info((16, 16, 2048, 80), dtype)
+            problems["tf32-everything"] = describe_attention(x, x, x, precision="tf32", **options)[0]
         few, many = _info((16, 16, 2, 64), dtype), _info((16, 16, 1024, 64), dtype)
         problems[f"{dtype}-few_rows"] = describe_attention(few, many, many)[0]
     return problems
@@ -133,7 +139,7 @@ def test_struct_layout_and_shared_memory(spec: KernelSpec) -> None:
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {params.SIZE}, "size");')
     for name, plan in representative_plans(spec, 90).items():
-        if name.split("-")[1] in ("16", "512", "everything", "varlen"):
+        if name.split("-")[1] in ("16", "256", "512", "everything", "varlen"):
             size = f'static_assert(sizeof(cuflash::SharedTiles) == {plan.shared_memory}, "shared memory");'
             compile_offline(plan.kernel, plan.macros, "sm_90", "\n".join([*checks, size, ""]))
 

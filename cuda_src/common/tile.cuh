@@ -67,17 +67,19 @@ __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char*
     if constexpr (kVectorLoads) {
         constexpr int kElements = 16 / sizeof(Element);
         constexpr int kVectors = kWidth / kElements;
-        constexpr int kLanes = power_of_two_above(kVectors);
+        constexpr int kLanes = kVectors <= 32 ? power_of_two_above(kVectors) : 32;
         constexpr int kStep = kThreads / kLanes;
         static_assert(kNumRows % kStep == 0 || kStep % kNumRows == 0, "passes must be whole, or one that is too long");
         const int row = threadIdx.x / kLanes;
-        const int column = threadIdx.x % kLanes * kElements;
-        if ((kVectors < kLanes && column >= kWidth) || (kStep > kNumRows && row >= kNumRows)) return;
-        const char* source = first + row * row_stride + column * static_cast<int>(sizeof(Element));
-        const bool inside = column < num_features;
+        if (kStep > kNumRows && row >= kNumRows) return;
 #pragma unroll
-        for (int pass = 0; pass < kNumRows; pass += kStep, source += kStep * row_stride)
-            cp_async_16(&target[row + pass][column], source, inside && row + pass < num_rows);
+        for (int column = threadIdx.x % kLanes * kElements; column < kWidth; column += kLanes * kElements) {
+            const char* source = first + row * row_stride + column * static_cast<int>(sizeof(Element));
+            const bool inside = column < num_features;
+#pragma unroll
+            for (int pass = 0; pass < kNumRows; pass += kStep, source += kStep * row_stride)
+                cp_async_16(&target[row + pass][column], source, inside && row + pass < num_rows);
+        }
     } else {
 #pragma unroll 4
         for (int element = threadIdx.x; element < kNumRows * kWidth; element += kThreads) {
