@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from .arrays import FLOAT_NAMES, ITEMSIZE
-from .problem import Problem
+from .problem import Problem, common_alignment
 
 CPU_KERNEL = "cpu"
 """Name of the NumPy back end where a kernel's name is asked for."""
@@ -246,7 +246,8 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
     How many keys fit the registers beside the output was found by compiling; before sm_80 operands take more of them.
     """
     newer = device.compute_capability >= 80
-    together = 96 if device.compute_capability < 75 else 256 if newer and problem.head_dim <= 128 else 128
+    simple = problem.head_dim <= 128 and problem.dtype != "float32" and common_alignment(problem) == 16
+    together = 96 if device.compute_capability < 75 else 160 if newer and simple else 128
     fitting = []
     for tile in _WMMA_TILES:
         output, scores = _wmma_registers(problem, tile)

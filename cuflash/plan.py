@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from .arrays import ITEMSIZE
 from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
 from .knobs import Settings
 from .params import BATCH_AXES
-from .problem import Problem
+from .problem import Problem, common_alignment
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
@@ -135,7 +134,7 @@ def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: i
     The key must hold whatever a row's `refusal`, `tiles`, `shared_memory` and `min_blocks` look at.
     """
     p = problem
-    alignment = _alignment(p)
+    alignment = common_alignment(p)
     key = (
         p.op, p.dtype, p.out_dtype, p.precision, p.head_dim, p.head_dim_v, p.num_heads_q, p.num_heads_kv,
         p.window_left is None, p.window_right is None, p.softcap == 0, p.bias and p.bias.dtype, p.mask is None,
@@ -200,22 +199,6 @@ def _merge_axes(problem: Problem) -> tuple[Axes, Axes]:
     merged.reverse()
     split = max(0, len(merged) - BATCH_AXES)
     return tuple(merged[:split]), tuple(merged[split:])
-
-
-def _alignment(problem: Problem) -> int:
-    """Return 16 if q, k, v and out can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
-    vectors = True
-    for operand in problem.operands:
-        if operand is not None:
-            itemsize = ITEMSIZE[operand.dtype]
-            strides = operand.strides
-            if operand.alignment % itemsize or (strides and strides[-1] % itemsize):
-                return 1
-            if operand.alignment < 16 or (strides and strides[-1] != itemsize):
-                vectors = vectors and operand not in (problem.q, problem.k, problem.v, problem.out)
-    itemsize = ITEMSIZE[problem.dtype]
-    whole = problem.head_dim * itemsize % 16 == 0 and problem.head_dim_v * itemsize % 16 == 0
-    return 16 if vectors and whole else itemsize
 
 
 def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alignment: int) -> Macros:

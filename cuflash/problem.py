@@ -329,6 +329,22 @@ def _result_operand(
     return Operand(dtype, strides, _alignment(0, shape, strides))
 
 
+def common_alignment(problem: Problem) -> int:
+    """Return 16 if q, k, v and out can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
+    vectors = True
+    for operand in problem.operands:
+        if operand is not None:
+            itemsize = ITEMSIZE[operand.dtype]
+            strides = operand.strides
+            if operand.alignment % itemsize or (strides and strides[-1] % itemsize):
+                return 1
+            if operand.alignment < 16 or (strides and strides[-1] != itemsize):
+                vectors = vectors and operand not in (problem.q, problem.k, problem.v, problem.out)
+    itemsize = ITEMSIZE[problem.dtype]
+    whole = problem.head_dim * itemsize % 16 == 0 and problem.head_dim_v * itemsize % 16 == 0
+    return 16 if vectors and whole else itemsize
+
+
 def result_rows(problem: Problem) -> tuple[int, ...]:
     """Shape of the lse, which is that of the output without its features."""
     if problem.op == "attention_varlen":

@@ -397,6 +397,9 @@ class Attend:
         self._xp = pytest.importorskip(back_end)
         self.dtype = DTYPES[dtype]
         self._wide = np.float64 if dtype == "float64" else np.float32
+        # Kernels on tensor cores round weights, each call in its own way: outputs differ by as much.
+        units = {"float16": 2.0**-11, "bfloat16": 2.0**-8} if back_end == "cupy" else {}
+        self._weight_rounding = 8 * units.get(dtype, 0.0)
 
     def __call__(self, *arrays: np.ndarray, function: Any = cuflash.attention, **options: Any) -> tuple[Any, Any]:
         moved = [self._xp.asarray(x) for x in arrays]
@@ -412,12 +415,13 @@ class Attend:
         """Compare outputs and lse; `scale` is the size of the values where they are not standard normal."""
         # Logits here stay below 20, so each may be off by 20 ulp.
         tolerance = 100 * float(np.finfo(self._wide).eps)
-        for x, y, size in zip(a, b, (scale, 1.0), strict=True):
+        for x, y, size, rounding in zip(a, b, (scale, 1.0), (self._weight_rounding, 0.0), strict=True):
             assert x.shape == y.shape
             assert (np.isneginf(x) == np.isneginf(y)).all()
             finite = np.isfinite(x)
             assert np.isfinite(y[finite]).all() and not np.isnan(x).any() and not np.isnan(y).any()
-            np.testing.assert_allclose(x[finite], y[finite], rtol=tolerance, atol=tolerance * size)
+            allowed = tolerance + rounding
+            np.testing.assert_allclose(x[finite], y[finite], rtol=allowed, atol=allowed * size)
 
 
 @pytest.fixture

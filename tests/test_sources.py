@@ -163,8 +163,8 @@ def test_entry_text_is_self_contained_and_named() -> None:
     x = _info((2, 4, 100, 64), "float16")
     plan = make_plan(describe_attention(x, x, x)[0], device_of(90), Settings("", "", False))
     text = entry_text(plan.kernel, plan.macros)
-    assert text.startswith("// cuflash forward_scalar | dtype=float16") and source_digest() in text
-    assert "#define CUFLASH_HEAD_DIM 64\n" in text and text.endswith('#include "forward_scalar.cu"\n')
+    assert text.startswith(f"// cuflash {plan.kernel} | dtype=float16") and source_digest() in text
+    assert "#define CUFLASH_HEAD_DIM 64\n" in text and text.endswith(f'#include "{plan.kernel}.cu"\n')
 
 
 @pytest.mark.parametrize("source", sorted(path.name for path in source_folder().glob("*.cu")))
