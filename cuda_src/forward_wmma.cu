@@ -4,10 +4,10 @@
 // that any of their rows sees, first to last, kBlockN at a time. K and V have a buffer each: V arrives while Q is
 // multiplied by K, the next K while the weights are multiplied by V.
 //
-// Warps: each owns 16 or 32 rows from beginning to end, so that only the two buffers need barriers of the block. Nobody
-// knows where a fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and
-// turn it into weights; factors by row come back as a fragment whose columns are all the same. The output never leaves
-// the registers before its end.
+// Warps: each owns 16 or 32 rows, so that only the two buffers need barriers of the block. Nobody knows where a
+// fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into
+// weights; factors by row come back as a fragment whose columns are all the same. The output never leaves the
+// registers.
 //
 // The weighted values of one key tile are summed from zero and joined to O by one multiply-add: tensor cores round
 // toward zero while they accumulate, and a running sum over all keys would drift.
@@ -28,8 +28,7 @@ constexpr int kRowFragments = kRowsPerWarp / 16;
 constexpr int kKeyFragments = kBlockN / 16;
 constexpr int kFeatureFragments = kHeadDimV / 16;
 constexpr int kDepth = Tensor::kDepth;
-constexpr int kStepsK = kHeadDim / kDepth;
-constexpr int kStepsV = kBlockN / kDepth;
+constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
 constexpr int kLanesPerRow = 2;
 constexpr int kColumns = kBlockN / kLanesPerRow;
 constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
@@ -279,8 +278,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     __syncthreads();
     if (tile.num_rows == 0) return;
 
-    const int warp = threadIdx.x / 32;
-    const int lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int first_row = warp * kRowsPerWarp;
     const int first_column = lane % kLanesPerRow * kChunk;
     constexpr long long kStride = kBlockN;

@@ -6,6 +6,13 @@
 
 namespace cuflash {
 
+// An element as it is or, for a target of the accumulator's type, widened.
+template <typename Target>
+__device__ __forceinline__ Target load_element(const char* address) {
+    if constexpr (sizeof(Element) == sizeof(Target)) return load_bits<Element>(address);
+    else return load_as<kDtype>(address);
+}
+
 // Copies a [kNumRows][kWidth] piece into shared memory, as it is or, where the target is of the accumulator's type,
 // widened. `row_address` gives a row's address, or null for a row of zeros.
 template <int kNumRows, int kWidth, typename Target, int kPitch, typename RowAddress>
@@ -42,12 +49,8 @@ __device__ __forceinline__ void load_tile(Target (*target)[kPitch], int target_c
             const int column = element % kWidth;
             const char* source = row_address(row);
             const bool valid = source != nullptr && first_feature + column < num_features;
-            source += (first_feature + column) * feature_stride;
-            if constexpr (sizeof(Element) == sizeof(Target)) {
-                target[row][target_column + column] = valid ? load_bits<Element>(source) : Element(0);
-            } else {
-                target[row][target_column + column] = valid ? load_as<kDtype>(source) : Accumulator(0);
-            }
+            target[row][target_column + column] =
+                valid ? load_element<Target>(source + (first_feature + column) * feature_stride) : Target(0);
         }
     }
 }
