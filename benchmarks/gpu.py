@@ -11,10 +11,15 @@ import shutil
 import subprocess
 import sys
 import time
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cuflash.kernels import KERNELS
+
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests", "-m"]
 
 
 def _run(name: str, command: list[str], logs: Path) -> tuple[subprocess.Popen[bytes], Path]:
@@ -48,62 +53,34 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
     arguments = parser.parse_args()
     steps = arguments.steps or ["tests", "sanitize", "bench"]
-    arguments.logs = arguments.logs.resolve()  # the steps run in another folder
-    arguments.logs.mkdir(parents=True, exist_ok=True)
+    logs = arguments.logs.resolve()  # the steps run in another folder
+    logs.mkdir(parents=True, exist_ok=True)
     summary = []
     for step in steps:
         begin = time.perf_counter()
         if step == "tests":
-            command = [
-                sys.executable,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--durations=5",
-                "-m",
-                "gpu",
-                "tests",
-            ]
-            summary.append(_finish("tests", _run("tests", command, arguments.logs), begin))
+            # What measures time runs alone, after the others.
+            workers = ["-n", str(min(8, os.cpu_count() or 1))]
+            summary.append(_finish("tests", _run("tests", [*PYTEST, "gpu and not alone", *workers], logs), begin))
+            begin = time.perf_counter()
+            summary.append(_finish("tests-alone", _run("tests-alone", [*PYTEST, "gpu and alone"], logs), begin))
         elif step == "sanitize":
             tool = shutil.which("compute-sanitizer")
             if tool is None:
                 summary.append((False, "sanitize: FAILED, compute-sanitizer is not on the PATH"))
                 continue
             # Beside one another: each is bound by one core of the host.
-            started = {
-                name: _run(
-                    name,
-                    [
-                        tool,
-                        "--tool",
-                        name,
-                        "--error-exitcode",
-                        "1",
-                        sys.executable,
-                        "benchmarks/sanitize.py",
-                        *arguments.cases,
-                    ],
-                    arguments.logs,
-                )
-                for name in arguments.tools
-            }
-            summary += [_finish(name, process, begin) for name, process in started.items()]
+            started = {}
+            for name, spec in product(arguments.tools, KERNELS):
+                run = [sys.executable, "benchmarks/sanitize.py", "--kernel", spec.name, *arguments.cases]
+                label = f"{name}-{spec.name}"
+                started[label] = _run(label, [tool, "--tool", name, "--error-exitcode", "1", *run], logs)
+            summary += [_finish(label, process, begin) for label, process in started.items()]
         else:
-            command = [
-                sys.executable,
-                "-m",
-                "cuflash",
-                "bench",
-                "--backend",
-                "gpu",
-                "--json",
-                str(arguments.logs / "bench.json"),
-                *(["--quick"] if arguments.quick else []),
-            ]
-            summary.append(_finish("bench", _run("bench", command, arguments.logs), begin))
+            command = [sys.executable, "-m", "cuflash", "bench", "--backend", "gpu", "--json", str(logs / "bench.json")]
+            if arguments.quick:
+                command.append("--quick")
+            summary.append(_finish("bench", _run("bench", command, logs), begin))
     print("\n".join(text for _, text in summary))
     return 0 if all(good for good, _ in summary) else 1
 

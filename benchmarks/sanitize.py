@@ -1,10 +1,11 @@
 """The case matrix without its checks, to be run under compute-sanitizer: every case, dtype and kernel row once.
 
-compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py [part of a case name ...]
+compute-sanitizer --tool racecheck --error-exitcode 1 python benchmarks/sanitize.py [--kernel NAME] [part of a name ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -23,9 +24,15 @@ from cuflash.testing import make_data, run
 
 def main() -> int:
     """Run the cases whose names contain one of the arguments, or all."""
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="parts of case names")
+    parser.add_argument("--kernel", choices=[spec.name for spec in KERNELS], help="one row of the table")
+    arguments = parser.parse_args()
+    wanted = arguments.parts
     count = 0
     for spec in KERNELS:
+        if arguments.kernel not in (None, spec.name):
+            continue
         for case in CASES:
             if wanted and not any(part in case.name for part in wanted):
                 continue

@@ -46,8 +46,19 @@ def test_cpu(case: Case, dtype: str) -> None:
 
 
 @pytest.fixture(scope="session")
-def compiled() -> None:
-    """Compile what the cases need in threads, which takes a fraction of the time that the tests one by one would."""
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile what the cases need in threads, which takes a fraction of the time that the tests one by one would.
+
+    Of several processes the first one compiles; the others wait and find everything in CuPy's cache on disk.
+    """
+    import fcntl
+
+    with (tmp_path_factory.getbasetemp().parent / "compiled.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _compile_all()
+
+
+def _compile_all() -> None:
     device = device_info(0)
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:

@@ -81,6 +81,7 @@ def test_allocates_results_only() -> None:
     assert sizes == [out.nbytes, lse.nbytes]
 
 
+@pytest.mark.alone
 def test_never_synchronises() -> None:
     q = _draw(1, 16, 4096, 64)
     cuflash.attention(q, q, q)
@@ -264,6 +265,7 @@ def test_error_is_that_of_a_naive_computation(dtype: Any) -> None:
         assert errors[0] <= 2 * errors[1], (mean, scale, errors)
 
 
+@pytest.mark.alone
 def test_host_time() -> None:
     """A repeated call and a new length; generous here, the benchmark reports the numbers."""
     q = _draw(1, 1, 16, 64)

@@ -151,6 +151,7 @@ def test_cold_import_prints_one_line_and_warm_import_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_warm_import_is_quick(tmp_path: Path) -> None:
     code = """
 import time, cupy

@@ -23,4 +23,16 @@ __device__ __forceinline__ unsigned short bfloat16_bits_from_float(float value) 
     return static_cast<unsigned short>(bits >> 16);
 }
 
+__device__ __forceinline__ unsigned int half2_bits_from_floats(float low, float high) {
+    return half_bits_from_float(low) | static_cast<unsigned int>(half_bits_from_float(high)) << 16;
+}
+
+__device__ __forceinline__ unsigned int bfloat162_bits_from_floats(float low, float high) {
+    return bfloat16_bits_from_float(low) | static_cast<unsigned int>(bfloat16_bits_from_float(high)) << 16;
+}
+
+__device__ __forceinline__ unsigned int tf32_bits_from_float(float value) {
+    return (__float_as_uint(value) + 0x1000) & ~0x1fffu;
+}
+
 }  // namespace cuflash
