@@ -19,7 +19,8 @@ constexpr float kWeightUnit = 1.0f / (1 << kWeightBits);
 // From natural units to those of log2(e). What is finite stays so: -3.4e38 is a bias that people use, and not hidden.
 __device__ __forceinline__ float logit_in_bits(float logit) {
     const float bits = logit * kLog2E;
-    return fabsf(bits) == infinity() && fabsf(logit) != infinity() ? copysignf(kLargestFloat, logit) : bits;
+    if (bits == -infinity() && logit != -infinity()) return -kLargestFloat;
+    return bits == infinity() && logit != infinity() ? kLargestFloat : bits;
 }
 
 // Reference of the weights 2^(score * multiplier - reference) of scores up to `largest`. Rounded up, so that none of
@@ -31,7 +32,7 @@ __device__ __forceinline__ float weight_reference(float largest, float multiplie
 // The largest logit, in natural units again.
 __device__ __forceinline__ float largest_logit(float reference) {
     const float bits = reference + kWeightBits;
-    return fabsf(bits) == kLargestFloat ? bits : bits * kLn2;
+    return bits == kLargestFloat || bits == -kLargestFloat ? bits : bits * kLn2;
 }
 
 // Four neighbouring weights, rounded. (tf32 is rounded when it is loaded, as the other operands are.)
