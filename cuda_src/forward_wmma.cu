@@ -208,7 +208,7 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
     }
 #pragma unroll
     for (int f = 0; f < kFeatureFragments; ++f) {
-        if (f % 2 == 0) wmma_fence();
+        if (f % kRowFragments == 0) wmma_fence();
         Tensor::B values[kStepsV];
         load_operands<kDepth * kPitchV>(values, &v[0][f * 16], kPitchV);
         WmmaC sum[kRowFragments] = {};

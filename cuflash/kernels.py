@@ -261,17 +261,17 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
         ):
             fitting.append(tile)
 
-    def few_warps(tile: Tile) -> bool:
+    def order(tile: Tile) -> tuple[bool, bool]:
         blocks = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
-        return tile.block_m > 16 and blocks * tile.num_threads < 256
+        return tile.block_m == 16, tile.block_m > 16 and blocks * tile.num_threads < 256
 
-    return sorted(fitting, key=few_warps)
+    return sorted(fitting, key=order)
 
 
 def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     output, scores = _wmma_registers(problem, tile)
-    need = output * 5 // 4 + scores
+    need = output * 5 // 4 + scores + (8 if problem.head_dim > 96 else 0)
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
     by_memory = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
     return max(1, min(by_memory, warps * 32 // tile.num_threads))

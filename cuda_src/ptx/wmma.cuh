@@ -4,7 +4,7 @@
 //
 // Memory is `shared` + kOffset, a multiple of 32 bytes, at a pitch that is a multiple of 16; both count elements.
 // Offsets are part of the instruction, so that neighbouring loads share one computation of the lanes' addresses; from
-// sm_75 on a load of a 16-bit operand is then nothing but one LDSM.
+// sm_75 on loads of 16-bit operands are then nothing but LDSM.
 #pragma once
 
 #include "common/config.cuh"
