@@ -241,9 +241,10 @@ def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory; tall ones that give a processor fewer than eight warps come last.
+    """Tiles that fit registers and shared memory, tall ones first, and of them those that occupy eight warps.
 
-    How many keys fit the registers beside the output was found by compiling; before sm_80 operands take more of them.
+    What fits the registers beside the output was found by compiling; before sm_80 operands take more of them. Tiles of
+    16 rows come last: one warp alone hides little.
     """
     newer = device.compute_capability >= 80
     simple = problem.head_dim <= 128 and problem.dtype != "float32" and common_alignment(problem) == 16
@@ -252,7 +253,7 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
     for tile in _WMMA_TILES:
         output, scores = _wmma_registers(problem, tile)
         tall = tile.block_m == tile.num_threads
-        widest = 64 if output <= (96 if newer else 64) else 32 if output <= 96 or newer else 16
+        widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or newer else 16
         if (
             output <= 128
             and tile.block_n <= widest
