@@ -247,13 +247,14 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
     16 rows come last: one warp alone hides little.
     """
     newer = device.compute_capability >= 80
-    simple = problem.head_dim <= 128 and problem.dtype != "float32" and common_alignment(problem) == 16
+    aligned = common_alignment(problem) == 16
+    simple = problem.head_dim <= 128 and problem.dtype != "float32" and aligned
     together = 96 if device.compute_capability < 75 else 160 if newer and simple else 128
     fitting = []
     for tile in _WMMA_TILES:
         output, scores = _wmma_registers(problem, tile)
         tall = tile.block_m == tile.num_threads
-        widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or newer else 16
+        widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or (newer and aligned) else 16
         if (
             output <= 128
             and tile.block_n <= widest
@@ -272,7 +273,7 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
 def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     output, scores = _wmma_registers(problem, tile)
-    need = output * 5 // 4 + scores + (8 if problem.head_dim > 96 else 0)
+    need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
     by_memory = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
     return max(1, min(by_memory, warps * 32 // tile.num_threads))
