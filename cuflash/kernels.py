@@ -78,6 +78,8 @@ class KernelSpec(NamedTuple):
     """Blocks per multiprocessor for which the compiler keeps registers free."""
     limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
     """What else the kernel refuses, as a sentence."""
+    on_request: str = ""
+    """Why calls get this kernel only where `options(kernel=...)` names it; empty: they get it by themselves."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -293,6 +295,7 @@ KERNELS = (
         shared_memory=wmma_shared_memory,
         min_blocks=wmma_min_blocks,
         limits=wmma_limits,
+        on_request="not measured on a GPU yet, options(kernel='forward_wmma') asks for it",
         rounds_weights=True,
     ),
     KernelSpec(

@@ -167,3 +167,10 @@ def _combined() -> list[Case]:
 
 CASES = [*_lengths(), *_head_dims(), *_heads(), *_visibility(), *_scores(), *_memory(), *_packed(), *_combined()]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+_TF32 = (
+    "lengths-63x65", "causal-200x131", "everything", "packed-plain-True", "head_dim-160-160", "head_dim-17-17", "mean",
+    "layout-gaps-into", "heads-6-2-100x90", "sinks-float32",
+)  # fmt: skip
+TF32_CASES = [case._replace(options={**case.options, "precision": "tf32"}) for case in CASES if case.name in _TF32]
+"""For float32 alone."""

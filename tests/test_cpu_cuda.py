@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES
+from cases import CASES, DTYPES, TF32_CASES
 from cpu_cuda.emulator import Emulator, compiler
 from hypothesis import given, settings
 from test_random import SETTINGS, Call, alike_calls, assert_right_twice, dense_calls, packed_calls
@@ -50,17 +50,9 @@ def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
     _assert_right_twice(case, dtype, Emulator(spec.name))
 
 
-TF32 = (
-    "lengths-63x65", "causal-200x131", "everything", "packed-plain-True", "head_dim-160-160", "head_dim-17-17", "mean",
-    "layout-gaps-into", "heads-6-2-100x90", "sinks-float32",
-)  # fmt: skip
-
-
 @rows
-@pytest.mark.parametrize("name", TF32)
-def test_tf32(spec: KernelSpec, name: str) -> None:
-    case = CASES_BY_NAME[name]
-    case = case._replace(options=dict(case.options) | {"precision": "tf32"})
+@pytest.mark.parametrize("case", TF32_CASES, ids=lambda case: case.name)
+def test_tf32(spec: KernelSpec, case: Case) -> None:
     _assert_right_twice(case, "float32", Emulator(spec.name))
 
 

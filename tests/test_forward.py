@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES
+from cases import CASES, DTYPES, TF32_CASES
 
 import cuflash
 from cuflash.compile import kernel_function
@@ -84,6 +84,19 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
             _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, dtype, cupy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", TF32_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_tf32(spec: KernelSpec, case: Case) -> None:
+    import cupy
+
+    with cuflash.options(kernel=spec.name):
+        if spec.refusal(_describe(case, "float32"), device_info(0)) is None:
+            _assert_right_twice(case, "float32", cupy, rounds_weights=spec.rounds_weights)
+        else:
+            _assert_refused(case, "float32", cupy)
 
 
 TILED = [case for case in CASES if case.name in ("everything", "packed-plain-True", "causal-200x131")]

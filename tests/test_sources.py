@@ -96,6 +96,9 @@ def test_compiles_without_spills(spec: KernelSpec, capability: int) -> None:
 
 def _nvrtc_12() -> ctypes.CDLL | None:
     """NVRTC 12 from its wheel, beside the newer one that CuPy uses: the last that knows sm_70."""
+    from cupy.cuda import nvrtc
+
+    nvrtc.getVersion()  # loads CuPy's own, which would otherwise be this one from now on
     found = importlib.util.find_spec("nvidia")
     for folder in found.submodule_search_locations or () if found else ():
         for library in sorted(Path(folder).glob("cuda_nvrtc/lib/libnvrtc.so.12*")):
