@@ -132,6 +132,19 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
     __syncwarp();
 }
 
+// Hides one lane's scores of a row that the row does not see by its position.
+__device__ __forceinline__ void hide_scores(const AttentionParams& params, const TileMap& tile, long long n_begin,
+                                            int tile_row, float* scores, int first_column) {
+    const ColumnRange visible = visible_columns(params, tile, tile_row, n_begin);
+#pragma unroll 1
+    for (int column = first_column; column < kBlockN; column += kLanesPerRow * kChunk) {
+#pragma unroll
+        for (int e = 0; e < kChunk; ++e) {
+            if (column + e < visible.begin || column + e >= visible.end) scores[column + e] = -infinity();
+        }
+    }
+}
+
 // Replaces one lane's scores of a row by logits in units of log2(e).
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, long long n_begin,
                                                  int tile_row, float* scores, int first_column) {
@@ -323,15 +336,18 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         load_v(n_begin);
         multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
 
+        // Most tiles need but the scale, which becomes part of the exponential; tiles at an edge hide scores besides.
         float multiplier = shared.scale_log2;
-        if (kBiasDtype != 0 || kHasMask || kHasSoftcap || tile.alibi_slopes != nullptr ||
-            !(multiplier > 0 && multiplier < infinity()) || n_begin < keys.all.begin ||
-            n_begin + kBlockN > keys.all.end) {
-            multiplier = 1;
+        const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && tile.alibi_slopes == nullptr &&
+                                multiplier > 0 && multiplier < infinity();
+        const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+        if (!only_scale) multiplier = 1;
 #pragma unroll 1
-            for (int i = 0; i < kRowFragments; ++i)
-                scores_to_logits(params, tile, n_begin, first_row + i * 16 + lane / kLanesPerRow,
-                                 shared.rows[warp][i].scores[lane / kLanesPerRow], first_column);
+        for (int i = only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
+            const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
+            float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
+            if (only_scale) hide_scores(params, tile, n_begin, tile_row, scores, first_column);
+            else scores_to_logits(params, tile, n_begin, tile_row, scores, first_column);
         }
         scores_to_weights(shared.rows[warp], shared.factors[warp], multiplier, states, lane / kLanesPerRow,
                           first_column);

@@ -65,6 +65,15 @@ def _hidden_rows(emulator: Emulator) -> None:
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
 
 
+def _softcap_and_window(emulator: Emulator) -> None:
+    """Logits are more than scaled scores, and rows do not see the first keys of a tile."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((70, 32), (150, 32), (150, 32)))
+    exact, _ = reference.attention(q, k, v, softcap=2.0, window=(10, None))
+    out = emulator.attention(q, k, v, softcap=2.0, window=(10, None))
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
+
+
 def _huge_offsets(emulator: Emulator) -> None:
     """Far beyond all keys, or in front of them, whatever the integer type."""
     rng = np.random.default_rng(0)
@@ -113,6 +122,7 @@ def _too_many_lanes(emulator: Emulator) -> None:
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_lse": _no_lse,
     "hidden_rows": _hidden_rows,
+    "softcap_and_window": _softcap_and_window,
     "huge_offsets": _huge_offsets,
     "packed-tail-sinks": _tail_with_sinks,
     "no_visible_key": _no_visible_key,
@@ -160,6 +170,8 @@ CHECKS = [
     Mutant(WMMA, "if (n_begin + kBlockN < keys.any.end) load_k", "load_k", "lengths-63x65 float16"),
     Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
     Mutant(WMMA, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
+    Mutant(WMMA, "column + e < visible.begin || ", "", "window-3-None float16"),
+    Mutant(WMMA, " || column + e >= visible.end", "", "causal-63x65 float16"),
     Mutant(WMMA, "if (first_column == 0) factors", "factors", "lengths-63x65 float16"),
     Mutant(WMMA, "if (row.valid) {", "{", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (!row.valid) continue;", "", "lengths-63x65 float16", kernel=WMMA),
@@ -181,8 +193,8 @@ CHECKS = [
     Mutant(
         SCORE, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "bias-float32 float16"
     ),
-    Mutant(SCORE, "key < row.visible.begin || ", "", "window-3-None float16"),
-    Mutant(SCORE, " || key >= row.visible.end", "", "causal-63x65 float16"),
+    Mutant(SCORE, "key < row.visible.begin || ", "", "softcap_and_window"),
+    Mutant(SCORE, " || key >= row.visible.end", "", "softcap float16"),
     Mutant(SCALAR, "if (!row.valid) continue;", "", "lengths-63x65 float16"),
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),

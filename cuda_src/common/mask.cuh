@@ -16,6 +16,19 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
     return {max(position - params.window_left, 0LL), min(position + params.window_right + 1, tile.seqlen_k)};
 }
 
+// Columns of the key tile from `n_begin` on that one of the tile's rows sees by its position: begin <= column < end.
+struct ColumnRange {
+    int begin;
+    int end;
+};
+
+__device__ __forceinline__ ColumnRange visible_columns(const AttentionParams& params, const TileMap& tile, int tile_row,
+                                                       long long n_begin) {
+    const KeyRange visible = visible_keys(params, tile, row_at(params, tile, tile_row).query);
+    return {static_cast<int>(max(visible.begin - n_begin, 0LL)),
+            static_cast<int>(min(visible.end - n_begin, static_cast<long long>(kBlockN)))};
+}
+
 // Ranges that hold for a whole tile. Both ends of a row's range grow with its query, so the first and the last row
 // decide.
 struct TileKeys {
