@@ -30,6 +30,8 @@ from cuflash.problem import Problem, describe_attention, describe_varlen
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+LIKE_ANOTHER = {86: 80, 89: 80, 100: 90}
+"""Architectures for which the compiler does much the same as for another one, and a part of the problems will do."""
 SECONDS_PER_KERNEL = 6.0
 """Limit of processor time; generous, as test machines have slow cores. The aim is 1.5 s on a fast one."""
 
@@ -87,6 +89,8 @@ def test_compiles_without_spills(spec: KernelSpec, capability: int) -> None:
     if capability < spec.min_compute_capability:
         pytest.skip(f"{spec.name} is for sm_{spec.min_compute_capability} and newer")
     plans = representative_plans(spec, capability)
+    if capability in LIKE_ANOTHER:
+        plans = {name: plan for name, plan in plans.items() if name.split("-")[1] in ("64", "128", "256", "everything")}
     assert plans
     with ThreadPoolExecutor(2) as pool:
         compiled = pool.map(lambda plan: compile_offline(plan.kernel, plan.macros, f"sm_{capability}"), plans.values())
