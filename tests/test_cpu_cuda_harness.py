@@ -164,11 +164,12 @@ def _assemble(source: str) -> None:
 
 def _run_on_gpu(source: str, arrays: tuple[np.ndarray, ...], threads: int, shared: int) -> np.ndarray:
     import cupy
+    from cupy.cuda.function import CPointer
 
     module = cupy.RawModule(code=f"// {source_digest()}\n{source}", options=compiler_options())
     on_gpu = [cupy.asarray(x.view(np.uint8)) for x in arrays]
     params = np.array([x.data.ptr for x in on_gpu], np.uint64)
-    module.get_function("test_kernel")((1,), (threads,), (params.view("V24")[0],), shared_mem=shared)
+    module.get_function("test_kernel").kernel((1,), (threads,), (CPointer(params.ctypes.data),), shared)
     return on_gpu[2].get().view(arrays[2].dtype)
 
 
