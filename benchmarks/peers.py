@@ -12,28 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 from cuflash import knobs
-from cuflash.bench.cases import Case, Inputs
+from cuflash.bench.cases import Inputs
+from cuflash.bench.check import visible
 from cuflash.bench.measure import Peer
 
 BACKENDS = {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """Of PyTorch's scaled_dot_product_attention."""
-
-
-def visible(case: Case, xp: Any) -> Any:
-    """The mask (seqlen_q, seqlen_k) of a case; None if everything is visible."""
-    if not case.causal and case.window is None:
-        return None
-    left, right = case.window or (None, None)
-    position = xp.arange(case.seqlen_q)[:, None] + (case.seqlen_k - case.seqlen_q)
-    key = xp.arange(case.seqlen_k)
-    seen = xp.ones((case.seqlen_q, case.seqlen_k), bool)
-    if case.causal:
-        seen &= key <= position
-    if left is not None:
-        seen &= key >= position - left
-    if right is not None:
-        seen &= key <= position + right
-    return seen
 
 
 def naive(backend: str) -> Peer:
@@ -51,8 +35,7 @@ def naive(backend: str) -> Peer:
                 raise TypeError("NumPy multiplies matrices of 16 bits without BLAS")
         case, (q, k, v, bias) = inputs.case, inputs[1:]
         scale = q.dtype.type(case.head_dim**-0.5)
-        seen = visible(case, xp)
-        hidden = None if seen is None else ~seen
+        hidden = ~visible(case, slice(None), xp) if case.causal or case.window is not None else None
         group_size = case.heads // case.kv_heads
 
         def compute() -> Any:

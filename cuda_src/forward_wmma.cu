@@ -6,31 +6,27 @@
 //
 // Warps: each owns 16 or 32 rows, so that only the two buffers need barriers of the block. Nobody knows where a
 // fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into
-// weights; factors by row come back as a fragment whose columns are all the same. The output never leaves the
-// registers.
+// weights; factors by row come back as a fragment whose columns are all the same. The output stays in registers.
 //
 // The weighted values of one key tile are summed from zero and joined to O by one multiply-add: tensor cores round
 // toward zero while they accumulate, and a running sum over all keys would drift.
 
 #include "common/epilogue.cuh"
 #include "common/score.cuh"
-#include "common/softmax.cuh"
 #include "common/tile.cuh"
 #include "common/weights.cuh"
-#include "ptx/wmma_sm80.cuh"
+#include "ptx/wmma.cuh"
 
 namespace cuflash {
 
 using Tensor = Wmma<kDtype>;
 constexpr int kNumWarps = kThreads / 32;
-constexpr int kRowsPerWarp = kBlockM / kNumWarps;
-constexpr int kRowFragments = kRowsPerWarp / 16;
+constexpr int kRowsPerWarp = kBlockM / kNumWarps, kRowFragments = kRowsPerWarp / 16;
 constexpr int kKeyFragments = kBlockN / 16;
 constexpr int kFeatureFragments = kHeadDimV / 16;
 constexpr int kDepth = Tensor::kDepth;
 constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
-constexpr int kLanesPerRow = 2;
-constexpr int kColumns = kBlockN / kLanesPerRow;
+constexpr int kLanesPerRow = 2, kColumns = kBlockN / kLanesPerRow;
 constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
 
 // Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
@@ -71,19 +67,7 @@ struct SharedTiles {
 
 using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
 
-// What a lane knows of its rows, one in each row fragment.
-struct RowStates {
-    float reference[kRowFragments];
-    float row_sum[kRowFragments];  // of this lane's keys alone
-
-    __device__ __forceinline__ RowStates() {
-#pragma unroll
-        for (int i = 0; i < kRowFragments; ++i) {
-            reference[i] = -infinity();
-            row_sum[i] = 0;
-        }
-    }
-};
+using RowStates = RunningWeights<kRowFragments>;  // a lane has one row in each row fragment
 
 // Loads operands that lie kDistance elements apart.
 template <int kDistance, int kFirst = 0, typename Operand, int kCount>
@@ -136,12 +120,10 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
 __device__ __forceinline__ void hide_scores(const AttentionParams& params, const TileMap& tile, long long n_begin,
                                             int tile_row, float* scores, int first_column) {
     const ColumnRange visible = visible_columns(params, tile, tile_row, n_begin);
-#pragma unroll 1
-    for (int column = first_column; column < kBlockN; column += kLanesPerRow * kChunk) {
-#pragma unroll
-        for (int e = 0; e < kChunk; ++e) {
-            if (column + e < visible.begin || column + e >= visible.end) scores[column + e] = -infinity();
-        }
+#pragma unroll 4
+    for (int i = 0; i < kColumns; ++i) {
+        const int column = i / kChunk * kChunk * kLanesPerRow + first_column + i % kChunk;
+        if (column < visible.begin || column >= visible.end) scores[column] = -infinity();
     }
 }
 
@@ -155,8 +137,8 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         Vector16 logits = chunk;
 #pragma unroll
         for (int e = 0; e < kChunk; ++e) {
-            const float scaled = scaled_score(params, logits.values[e]);
-            logits.values[e] = logit_in_bits(row_logit(params, row, scaled, n_begin + column + e));
+            float& logit = logits.values[e];
+            logit = logit_in_bits(row_logit(params, row, scaled_score(params, logit), n_begin + column + e));
         }
         chunk = logits;
     }

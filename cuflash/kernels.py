@@ -128,6 +128,11 @@ def used_features(problem: Problem) -> list[str]:
     ]
 
 
+def _blocks_in_shared_memory(device: Device, size: int) -> int:
+    """How many blocks of `size` bytes a multiprocessor holds; each takes 1 KiB for itself."""
+    return (device.shared_memory_per_block + 1024) // (size + 1024)
+
+
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -195,7 +200,7 @@ def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     itemsize, _, bucket_v = _scalar_form(problem)
     output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = (device.shared_memory_per_block + 1024) // (scalar_shared_memory(problem, tile) + 1024)
+    by_memory = _blocks_in_shared_memory(device, scalar_shared_memory(problem, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
 
 
@@ -266,7 +271,7 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
             fitting.append(tile)
 
     def order(tile: Tile) -> tuple[bool, bool]:
-        blocks = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
+        blocks = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
         return tile.block_m == 16, tile.block_m > 16 and blocks * tile.num_threads < 256
 
     return sorted(fitting, key=order)
@@ -277,7 +282,7 @@ def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     output, scores = _wmma_registers(problem, tile)
     need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
-    by_memory = (device.shared_memory_per_block + 1024) // (wmma_shared_memory(problem, tile) + 1024)
+    by_memory = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
     return max(1, min(by_memory, warps * 32 // tile.num_threads))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from . import attention, attention_varlen, reference
 from .arrays import DTYPES
+from .problem import Problem, describe_attention, describe_varlen
 
 GUARD_BYTES = 512
 """Poisoned bytes in front of and behind every array."""
@@ -336,16 +337,17 @@ def _smallest(dtype: np.dtype) -> float:
     return {"float16": 2.0**-25, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}[dtype.name]
 
 
-def call_arguments(case: Case, dtype: str) -> tuple[list[Any], dict[str, Any]]:
-    """Positional arguments and options of a case's call, as NumPy arrays in its layout: to describe, not to compute."""
+def describe(case: Case, dtype: str) -> Problem:
+    """Meaning of a case's call, from NumPy arrays in its layout: to plan with, not to compute."""
     data = make_data(case, dtype)
     positional: list[Any] = [Poisoned(np, x.shape, x.dtype, case.layout).array for x in data[:3]]
-    if case.cu_seqlens is not None:
-        positional += [np.asarray(values, np.int32) for values in case.cu_seqlens]
-    return positional, dict(case.options) | data.options
+    options: dict[str, Any] = dict(case.options) | data.options
+    if case.cu_seqlens is None:
+        return describe_attention(*positional, **options)[0]
+    return describe_varlen(*positional, *(np.asarray(values, np.int32) for values in case.cu_seqlens), **options)[0]
 
 
 __all__ = [
-    "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "call_arguments", "check", "expected_shape",
+    "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
     "make_data", "oracle", "run",
 ]  # fmt: skip

@@ -614,6 +614,19 @@ def test_run_that_is_stopped_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch,
     assert problem["name"] == SMALL.name and "tflops" in problem["results"][0]
 
 
+def test_import_times_are_of_this_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+    run = bench_overheads.subprocess.run
+
+    def noted(command: list[str], *, env: dict[str, str], **options: Any) -> Any:
+        folders.append(Path(env["PYTHONPATH"].split(bench_overheads.os.pathsep)[0]))
+        return run(command, env=env, **options)
+
+    monkeypatch.setattr(bench_overheads.subprocess, "run", noted)
+    assert bench_overheads.import_times("numpy", 1)["warm"] > 0
+    assert set(folders) == {ROOT}
+
+
 def test_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
     report = bench.run([], True, NumpyBackend(), Request(), bench.load_peers(None, "numpy"), deadline=0.0)
     found = report["overheads"]

@@ -14,21 +14,14 @@ from test_random import SETTINGS, Call, alike_calls, assert_right_twice, dense_c
 from cuflash import launch
 from cuflash.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.kernels import KERNELS, KernelSpec, device_of
-from cuflash.problem import Problem, describe_attention, describe_varlen
-from cuflash.testing import Case, call_arguments, check, make_data, run
+from cuflash.problem import describe_attention, describe_varlen
+from cuflash.testing import Case, check, describe, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
 CASES_BY_NAME = {case.name: case for case in CASES}
 rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def describe(case: Case, dtype: str) -> Problem:
-    """Meaning of a case's call."""
-    positional, options = call_arguments(case, dtype)
-    check_call = describe_attention if case.cu_seqlens is None else describe_varlen
-    return check_call(*positional, **options)[0]
 
 
 def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:

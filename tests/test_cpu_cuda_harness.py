@@ -427,7 +427,7 @@ def test_wmma(back_end: str, dtype: str, transposed: bool, tmp_path: Path) -> No
         arrays = a, b, np.empty((16, 16), np.float32)
     else:
         arrays = a.view(np.uint16), b.view(np.uint16), np.empty((16, 16), np.float32)
-    out = _run(back_end, body, arrays, tmp_path, "wmma_sm80", (kind, "float"))
+    out = _run(back_end, body, arrays, tmp_path, "wmma", (kind, "float"))
     _assert_close(out.reshape(16, 16) / np.arange(1, 17)[:, None], a, b.T if transposed else b, np.zeros((16, 16)))
 
 

@@ -16,8 +16,7 @@ from cuflash.kernels import KERNELS, KernelSpec
 from cuflash.knobs import Settings
 from cuflash.launch import device_info
 from cuflash.plan import make_plan
-from cuflash.problem import Problem, describe_attention, describe_varlen
-from cuflash.testing import Case, call_arguments, check, make_data, run
+from cuflash.testing import Case, check, describe, make_data, run
 
 
 def _assert_right_twice(case: Case, dtype: str, xp: Any, *, rounds_weights: bool = False) -> None:
@@ -31,12 +30,6 @@ def _assert_right_twice(case: Case, dtype: str, xp: Any, *, rounds_weights: bool
 def _assert_refused(case: Case, dtype: str, xp: Any) -> None:
     with pytest.raises(ValueError, match="cannot serve this call"):
         run(case, make_data(case, dtype), xp)
-
-
-def _describe(case: Case, dtype: str) -> Problem:
-    positional, options = call_arguments(case, dtype)
-    describe = describe_attention if case.cu_seqlens is None else describe_varlen
-    return describe(*positional, **options)[0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -62,7 +55,7 @@ def _compile_all() -> None:
     device = device_info(0)
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
-        problem = _describe(case, dtype)
+        problem = describe(case, dtype)
         if spec.refusal(problem, device) is None:
             kernel_function(make_plan(problem, device, Settings(spec.name, "", False)), 0)
 
@@ -80,7 +73,7 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
     import cupy
 
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(_describe(case, dtype), device_info(0)) is None:
+        if spec.refusal(describe(case, dtype), device_info(0)) is None:
             _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, dtype, cupy)
@@ -93,7 +86,7 @@ def test_tf32(spec: KernelSpec, case: Case) -> None:
     import cupy
 
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(_describe(case, "float32"), device_info(0)) is None:
+        if spec.refusal(describe(case, "float32"), device_info(0)) is None:
             _assert_right_twice(case, "float32", cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, "float32", cupy)
@@ -110,7 +103,7 @@ def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
     """The three tallest tiles and the lowest, whichever the plan would take."""
     import cupy
 
-    problem, device = _describe(case, dtype), device_info(0)
+    problem, device = describe(case, dtype), device_info(0)
     if spec.refusal(problem, device) is not None:
         with cuflash.options(kernel=spec.name):
             _assert_refused(case, dtype, cupy)

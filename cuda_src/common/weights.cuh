@@ -29,6 +29,21 @@ __device__ __forceinline__ float weight_reference(float largest, float multiplie
     return __fsub_ru(__fmul_ru(largest, multiplier), static_cast<float>(kWeightBits));
 }
 
+// What a lane knows of its rows so far.
+template <int kRows>
+struct RunningWeights {
+    float reference[kRows];
+    float row_sum[kRows];  // of this lane's keys alone
+
+    __device__ __forceinline__ RunningWeights() {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            reference[i] = -infinity();
+            row_sum[i] = 0;
+        }
+    }
+};
+
 // The largest logit, in natural units again.
 __device__ __forceinline__ float largest_logit(float reference) {
     const float bits = reference + kWeightBits;

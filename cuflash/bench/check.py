@@ -73,30 +73,36 @@ def sampled_rows(case: Case) -> list[slice]:
     return [slice(0, 1), *rows] if begin else rows
 
 
+def visible(case: Case, rows: slice, xp: Any) -> Any:
+    """Which keys some queries of a case see by their position: a mask (queries, seqlen_k)."""
+    left, right = (None, None) if case.window is None else case.window
+    key = xp.arange(case.seqlen_k)
+    position = (xp.arange(case.seqlen_q)[rows] + (case.seqlen_k - case.seqlen_q))[:, None]
+    seen = xp.ones((len(position), case.seqlen_k), bool)
+    if case.causal:
+        seen &= key <= position
+    if left is not None:
+        seen &= key >= position - left
+    if right is not None:
+        seen &= key <= position + right
+    return seen
+
+
 def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any) -> Iterator[Any]:
     """Compute slices of one head in float64, on the device of the inputs."""
     case = inputs.case
     kv_head = head // (case.heads // case.kv_heads)
     k, v = (x[batch, kv_head].astype(np.float64) for x in (inputs.k, inputs.v))
-    key = xp.arange(case.seqlen_k)
-    left, right = (None, None) if case.window is None else case.window
     for some in rows:
         scores = (inputs.q[batch, head, some].astype(np.float64) @ k.T) * case.head_dim**-0.5
         if case.softcap is not None:
             scores = case.softcap * xp.tanh(scores / case.softcap)
         if inputs.bias is not None:
             scores = scores + inputs.bias[head, some].astype(np.float64)
-        position = (xp.arange(case.seqlen_q)[some] + (case.seqlen_k - case.seqlen_q))[:, None]
-        visible = xp.ones(scores.shape, bool)
-        if case.causal:
-            visible &= key <= position
-        if left is not None:
-            visible &= key >= position - left
-        if right is not None:
-            visible &= key <= position + right
+        seen = visible(case, some, xp)
         # A query that sees nothing keeps the weights of these scores, all of them 0.
-        scores = xp.where(visible, scores, -1e300)
-        weights = xp.where(visible, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+        scores = xp.where(seen, scores, -1e300)
+        weights = xp.where(seen, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
         total = weights.sum(-1, keepdims=True)
         yield weights @ v / xp.where(total == 0.0, 1.0, total)
 

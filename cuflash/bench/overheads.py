@@ -64,7 +64,7 @@ def import_times(backend: str, runs: int) -> dict[str, float]:
     """Seconds that `import cuflash` adds to that of its array library; on a GPU also with an empty kernel cache."""
     before, compile_when = ("import cupy; cupy.empty(1)", "import") if backend == "gpu" else ("import numpy", "lazy")
     code = f"import time; {before}; begin = time.perf_counter(); import cuflash; print(time.perf_counter() - begin)"
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     with tempfile.TemporaryDirectory() as folder:
         environment = os.environ | {
             "CUFLASH_COMPILE": compile_when,
