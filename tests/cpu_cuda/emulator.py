@@ -84,7 +84,7 @@ def _build(target: Path, arguments: list[str]) -> None:
     command = [compiler() or "g++", *_COMMON, *arguments, "-o", str(partial)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode != 0:
-        raise EmulationError(f"g++ refused a kernel:\n{' '.join(command)}\n{result.stderr}")
+        raise RuntimeError(f"g++ refused a kernel:\n{' '.join(command)}\n{result.stderr}")
     partial.replace(target)
 
 
