@@ -8,6 +8,7 @@ inputs of a problem and returns a function to time, or raises where it cannot se
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,7 @@ def torch_gpu(name: str) -> Peer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         release()
+        warnings.filterwarnings("ignore", module=__name__)  # a back end that refuses also warns, at length
         backend = getattr(SDPBackend, name)
         tensors = [torch.from_dlpack(x) for x in inputs[1:4]]
         options = torch_options(inputs, torch.from_dlpack)

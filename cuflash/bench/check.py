@@ -88,8 +88,31 @@ def visible(case: Case, rows: slice, xp: Any) -> Any:
     return seen
 
 
-def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any) -> Iterator[Any]:
-    """Compute slices of one head in float64, on the device of the inputs."""
+class Exact(NamedTuple):
+    """What results of a problem are compared with."""
+
+    case: Case
+    rows: list[slice]
+    """Of every head, one after the other."""
+    values: np.ndarray
+    """Their results in float64: (batch, heads, all these rows, head_dim_v)."""
+
+
+def exact_result(inputs: Inputs, xp: Any) -> Exact:
+    """Compute some rows of every head in float64, with the library `xp`, numpy or cupy, that made the inputs."""
+    case = inputs.case
+    rows = sampled_rows(case)
+    # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
+    with one_blas_thread:
+        heads = [
+            xp.concatenate(list(_exact_rows(inputs, batch, head, rows, xp)))
+            for batch, head in np.ndindex(case.batch, case.heads)
+        ]
+        values = to_host(xp.stack(heads))
+    return Exact(case, rows, values.reshape(case.batch, case.heads, -1, case.head_dim_v))
+
+
+def _exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any) -> Iterator[Any]:
     case = inputs.case
     kv_head = head // (case.heads // case.kv_heads)
     k, v = (x[batch, kv_head].astype(np.float64) for x in (inputs.k, inputs.v))
@@ -107,38 +130,26 @@ def exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any
         yield weights @ v / xp.where(total == 0.0, 1.0, total)
 
 
-def check(inputs: Inputs, out: Any, xp: Any) -> Verdict:
+def check(exact: Exact, out: Any, xp: Any) -> Verdict:
     """Compare a result with float64.
 
     Parameters
     ----------
-    inputs : Inputs
-        What it was computed from.
+    exact : Exact
+        Of the same problem.
     out : array, shape (batch, heads, seqlen_q, head_dim_v)
-        On the same device; any float dtype.
+        Of the library `xp`; any float dtype.
     xp : module
         numpy or cupy.
     """
-    case = inputs.case
-    rows = sampled_rows(case)
-    squared = norm = rounding = 0.0
-    count = 0
-    # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
-    with one_blas_thread:
-        for batch, head in np.ndindex(case.batch, case.heads):
-            for some, values in zip(rows, exact_rows(inputs, batch, head, rows, xp), strict=True):
-                exact = to_host(values)
-                got = to_host(out[batch, head, some].astype(np.float64))
-                rounded = exact.astype(DTYPES[case.dtype]).astype(np.float64)
-                squared += float(((got - exact) ** 2).sum())
-                rounding += float(((rounded - exact) ** 2).sum())
-                norm += float((exact**2).sum())
-                count += exact.size
-    if norm == 0.0:  # nothing is visible: only zeros are right
-        norm = 1.0
-    error, rounding_error = (float(np.sqrt(x / norm)) for x in (squared, rounding))
+    case, rows, values = exact
+    got = np.concatenate([to_host(out[:, :, some].astype(np.float64)) for some in rows], axis=2)
+    rounded = values.astype(DTYPES[case.dtype]).astype(np.float64)
+    norm = float(np.linalg.norm(values)) or 1.0  # nothing is visible: only zeros are right
+    error, rounding_error = (float(np.linalg.norm(x - values)) / norm for x in (got, rounded))
     allowed = ALLOWED_DRIFT * rounding_error if case.value_mean else ALLOWED[case.dtype]
-    return Verdict(squared / max(count, 1), error, rounding_error, allowed, _all_finite(out, xp))
+    mse = float(np.mean((got - values) ** 2)) if values.size else 0.0
+    return Verdict(mse, error, rounding_error, allowed, _all_finite(out, xp))
 
 
 def _all_finite(out: Any, xp: Any) -> bool:

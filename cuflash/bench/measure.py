@@ -18,7 +18,7 @@ from ..dense import attention
 from ..explain import Explanation, explain, warmup
 from ..kernels import CPU_KERNEL, KERNELS
 from .cases import Case, Inputs, make_inputs, stand_ins
-from .check import check, poisoned
+from .check import Exact, check, exact_result, poisoned
 from .device import NumpyBackend
 
 Peer = Callable[[Inputs], Callable[[], Any]]
@@ -68,14 +68,15 @@ def measure(
     results: list[dict[str, Any]] = []
     try:
         inputs = make_inputs(case, backend.xp)
+        exact = exact_result(inputs, backend.xp) if request.verify else None
         for kernel in request.kernels(backend.name):
             time.sleep(backend.rest_seconds)
             with chosen(kernel, request.tile):
-                results.append(_measure_kernel(inputs, backend, request, limits) | {"automatic": not kernel})
+                results.append(_measure_kernel(inputs, exact, backend, request, limits) | {"automatic": not kernel})
         for name, prepare in peers.items():
             backend.release()
             time.sleep(backend.rest_seconds)
-            results.append({"peer": name} | _measure_peer(prepare, inputs, backend, request, limits))
+            results.append({"peer": name} | _measure_peer(prepare, inputs, exact, backend, request, limits))
         del inputs
         backend.release()
     except Exception as error:  # no memory for the inputs, or a GPU that an earlier kernel has left unusable
@@ -89,7 +90,7 @@ def chosen(kernel: str, tile: str) -> knobs.options:
 
 
 def _measure_kernel(
-    inputs: Inputs, backend: NumpyBackend, request: Request, limits: Mapping[str, Any]
+    inputs: Inputs, exact: Exact | None, backend: NumpyBackend, request: Request, limits: Mapping[str, Any]
 ) -> dict[str, Any]:
     case = inputs.case
     try:
@@ -99,9 +100,9 @@ def _measure_kernel(
     result = describe(explanation)
     try:
         out = poisoned(case.shape_out, case.dtype, backend.xp)
-        if request.verify:
+        if exact is not None:
             compute(inputs, out)
-            verdict = check(inputs, out, backend.xp)
+            verdict = check(exact, out, backend.xp)
             if math.isfinite(verdict.mse):  # JSON has no other numbers
                 result |= verdict._asdict()
             if not verdict.good:
@@ -143,13 +144,18 @@ def speed(case: Case, times: list[float], limits: Mapping[str, Any]) -> dict[str
 
 
 def _measure_peer(
-    prepare: Peer, inputs: Inputs, backend: NumpyBackend, request: Request, limits: Mapping[str, Any]
+    prepare: Peer,
+    inputs: Inputs,
+    exact: Exact | None,
+    backend: NumpyBackend,
+    request: Request,
+    limits: Mapping[str, Any],
 ) -> dict[str, Any]:
     try:
         function = prepare(inputs)
         result: dict[str, Any] = {}
-        if request.verify:
-            result = _peer_error(function(), inputs, backend)
+        if exact is not None:
+            result = _peer_error(function(), exact, backend)
             if result.get("relative_error", 0.0) > PEER_ERROR:
                 return result | {"refused": "computes something else"}
         return result | speed(inputs.case, backend.times(function, request.repeats), limits)
@@ -158,14 +164,14 @@ def _measure_peer(
         return {"refused": f"{type(refusal).__name__}: {first_line}"}
 
 
-def _peer_error(out: Any, inputs: Inputs, backend: NumpyBackend) -> dict[str, Any]:
+def _peer_error(out: Any, exact: Exact, backend: NumpyBackend) -> dict[str, Any]:
     """Error of a peer's result; nothing where the back end's library cannot read it."""
     if not isinstance(out, backend.xp.ndarray):
         try:
             out = backend.xp.from_dlpack(out)
         except Exception:  # NumPy knows no bfloat16 from other libraries
             return {}
-    verdict = check(inputs, out, backend.xp)
+    verdict = check(exact, out, backend.xp)
     if not math.isfinite(verdict.mse):
         raise ValueError("the result is not finite")
     return {"mse": verdict.mse, "relative_error": verdict.relative_error, "rounding_error": verdict.rounding_error}
