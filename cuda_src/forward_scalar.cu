@@ -125,16 +125,27 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                                                  const TileKeys& keys, long long n_begin, int first_row, int lane,
                                                  Accumulator (&scores)[kRows][kColumns]) {
     const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-    const bool per_row = kBiasDtype != 0 || kHasMask || at_edge || tile.alibi_slopes != nullptr;
+    const bool per_row = kBiasDtype != 0 || kHasMask || tile.alibi_slopes != nullptr;
+    const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+        const int tile_row = first_row + i * kGroupsPerWarp;
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) scores[i][j] = scaled_score(params, scores[i][j]);
+        for (int j = 0; j < kColumns; ++j) scores[i][j] = scaled_score(scale, scores[i][j]);
         if (per_row) {
-            const RowContext row = row_context(params, tile, first_row + i * kGroupsPerWarp);
+            const RowContext row = row_context(params, tile, tile_row, n_begin);
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) {
+                Accumulator logit[1] = {scores[i][j]};
+                scores_to_row_logits<false>(params, tile, row, lane + j * kLanesPerRow, logit);
+                scores[i][j] = logit[0];
+            }
+        }
+        if (at_edge) {
+            const ColumnRange visible = visible_columns(params, tile, tile_row, n_begin);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j)
-                scores[i][j] = row_logit(params, row, scores[i][j], n_begin + lane + j * kLanesPerRow);
+                if (!visible.has(lane + j * kLanesPerRow)) scores[i][j] = -infinity();
         }
     }
 }

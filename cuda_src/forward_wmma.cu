@@ -28,6 +28,7 @@ constexpr int kDepth = Tensor::kDepth;
 constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
 constexpr int kLanesPerRow = 2, kColumns = kBlockN / kLanesPerRow;
 constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
+constexpr int kChunksAtOnce = kBiasDtype == 0 && !kHasMask ? 1 : kHeadDimV <= 64 ? 4 : 2;  // so that loads overlap
 
 // Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
 constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));
@@ -62,7 +63,11 @@ struct SharedTiles {
     alignas(32) float factors[kNumWarps][kRowFragments][16];
     TileMap tile;
     TileKeys keys;
-    float scale_log2;  // here and not in registers, of which O, the scores and operands on their way need all
+    // Here and not in registers, of which O, the scores and operands on their way need all.
+    bool only_scale;         // logits are scores times a factor, which becomes part of the exponential
+    float logit_factor;      // that factor; 1 where logits are computed
+    float multiplier;        // logit_factor * log2(e)
+    ScoreScale score_scale;  // to compute logits
 };
 
 using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
@@ -116,36 +121,34 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
     __syncwarp();
 }
 
-// Hides one lane's scores of a row that the row does not see by its position.
-__device__ __forceinline__ void hide_scores(const AttentionParams& params, const TileMap& tile, long long n_begin,
-                                            int tile_row, float* scores, int first_column) {
-    const ColumnRange visible = visible_columns(params, tile, tile_row, n_begin);
-#pragma unroll 4
-    for (int i = 0; i < kColumns; ++i) {
-        const int column = i / kChunk * kChunk * kLanesPerRow + first_column + i % kChunk;
-        if (column < visible.begin || column >= visible.end) scores[column] = -infinity();
-    }
-}
-
-// Replaces one lane's scores of a row by logits in units of log2(e).
-__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, long long n_begin,
-                                                 int tile_row, float* scores, int first_column) {
-    const RowContext row = row_context(params, tile, tile_row);
-#pragma unroll 1
-    for (int column = first_column; column < kBlockN; column += kLanesPerRow * kChunk) {
+// Replaces one lane's scores of a row by logits.
+template <bool kVectors>
+__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
+                                                 const ScoreScale& scale, const RowContext& row, float* scores,
+                                                 int first_column) {
+#pragma unroll kChunksAtOnce
+    for (int j = 0; j < kColumns; j += kChunk) {
+        const int column = j * kLanesPerRow + first_column;
         Vector16& chunk = *reinterpret_cast<Vector16*>(scores + column);
         Vector16 logits = chunk;
 #pragma unroll
-        for (int e = 0; e < kChunk; ++e) {
-            float& logit = logits.values[e];
-            logit = logit_in_bits(row_logit(params, row, scaled_score(params, logit), n_begin + column + e));
-        }
+        for (float& logit : logits.values) logit = scaled_score(scale, logit);
+        scores_to_row_logits<kVectors>(params, tile, row, column, logits.values);
         chunk = logits;
     }
 }
 
-// Scores times `multiplier` are logits in units of log2(e). Leaves their weights in `rows`, and in `factors` what
-// earlier results of each row shrink by.
+// Hides one lane's scores of a row that the row does not see by its position.
+__device__ __forceinline__ void hide_scores(ColumnRange visible, float* scores, int first_column) {
+#pragma unroll 4
+    for (int i = 0; i < kColumns; ++i) {
+        const int column = i / kChunk * kChunk * kLanesPerRow + first_column + i % kChunk;
+        if (!visible.has(column)) scores[column] = -infinity();
+    }
+}
+
+// Leaves the weights of scores, or of logits, in `rows`, and in `factors` what earlier results of each row shrink by.
+// Differences times `multiplier` are in units of log2(e).
 __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments], float (&factors)[kRowFragments][16],
                                                   float multiplier, RowStates& states, int row, int first_column) {
     float values[kRowFragments][kColumns];
@@ -162,12 +165,12 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
         float largest[kChunk] = {values[i][0], values[i][1], values[i][2], values[i][3]};
 #pragma unroll
         for (int j = kChunk; j < kColumns; ++j) largest[j % kChunk] = maximum(largest[j % kChunk], values[i][j]);
-        float tile_max = maximum(maximum(largest[0], largest[1]), maximum(largest[2], largest[3]));
-        tile_max = maximum(tile_max, __shfl_xor_sync(0xffffffffu, tile_max, 1));
-        const float reference = maximum(states.reference[i], weight_reference(tile_max, multiplier));
-        subtract[i] = finite_maximum(reference);
-        const float factor = exp2_approximate(states.reference[i] - subtract[i]);
-        states.reference[i] = reference;
+        float row_max = maximum(maximum(largest[0], largest[1]), maximum(largest[2], largest[3]));
+        row_max = maximum(row_max, __shfl_xor_sync(0xffffffffu, row_max, 1));
+        row_max = maximum(row_max, states.row_max[i]);
+        subtract[i] = finite_maximum(row_max);
+        const float factor = exp2_approximate((states.row_max[i] - subtract[i]) * multiplier);
+        states.row_max[i] = row_max;
         states.row_sum[i] *= factor;
         if (first_column == 0) factors[i][row] = factor;
     }
@@ -180,7 +183,7 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
             float weights[kChunk];
 #pragma unroll
             for (int e = 0; e < kChunk; ++e) {
-                weights[e] = exp2_approximate(multiply_add(values[i][j + e], multiplier, -subtract[i]));
+                weights[e] = relative_weight(values[i][j + e] - subtract[i], multiplier);
                 sums[e] += weights[e];
             }
             *reinterpret_cast<FourWeights*>(&rows[i].weights[row][j * kLanesPerRow + first_column]) =
@@ -222,8 +225,9 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
 
 // Stores lse and output of the warp's rows, the output through the row tiles, a piece at a time.
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const RowStates& states,
-                                           WmmaC (&o)[kRowFragments][kFeatureFragments], RowTile (&rows)[kRowFragments],
-                                           float (&factors)[kRowFragments][16], int first_row, int lane) {
+                                           float logit_factor, WmmaC (&o)[kRowFragments][kFeatureFragments],
+                                           RowTile (&rows)[kRowFragments], float (&factors)[kRowFragments][16],
+                                           int first_row, int lane) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
@@ -232,7 +236,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         float factor = 0;
         if (row.valid) {
             const FinishedRow finished =
-                finish_row(params, tile, row, largest_logit(states.reference[i]), row_sum * kWeightUnit);
+                finish_row(params, tile, row, states.row_max[i] * logit_factor, row_sum * kWeightUnit);
             factor = finished.multiplier / finished.divisor * kWeightUnit;
             if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished.lse);
         }
@@ -267,7 +271,13 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         __syncwarp();
         if (threadIdx.x == 0 && tile.num_rows != 0) {
             shared.keys = tile_keys(params, tile);
-            shared.scale_log2 = static_cast<float>(params.scale * 1.4426950408889634);
+            const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
+            const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && tile.alibi_slopes == nullptr &&
+                                    multiplier > 0 && multiplier < infinity();
+            shared.only_scale = only_scale;
+            shared.logit_factor = only_scale ? static_cast<float>(params.scale) : 1;
+            shared.multiplier = only_scale ? multiplier : 1.4426950408889634f;
+            shared.score_scale = score_scale(params);
         }
     }
     __syncthreads();
@@ -318,27 +328,27 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         load_v(n_begin);
         multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
 
-        // Most tiles need but the scale, which becomes part of the exponential; tiles at an edge hide scores besides.
-        float multiplier = shared.scale_log2;
-        const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && tile.alibi_slopes == nullptr &&
-                                multiplier > 0 && multiplier < infinity();
         const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-        if (!only_scale) multiplier = 1;
 #pragma unroll 1
-        for (int i = only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
+        for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
             const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
             float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
-            if (only_scale) hide_scores(params, tile, n_begin, tile_row, scores, first_column);
-            else scores_to_logits(params, tile, n_begin, tile_row, scores, first_column);
+            if (!shared.only_scale) {
+                const RowContext row = row_context(params, tile, tile_row, n_begin);
+                if (has_vectors<kChunk>(params, row))
+                    scores_to_logits<true>(params, tile, shared.score_scale, row, scores, first_column);
+                else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, first_column);
+            }
+            if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, first_column);
         }
-        scores_to_weights(shared.rows[warp], shared.factors[warp], multiplier, states, lane / kLanesPerRow,
+        scores_to_weights(shared.rows[warp], shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow,
                           first_column);
 
         next_buffer_ready();
         if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
         multiply_pv(o, shared.rows[warp], shared.v, shared.factors[warp]);
     }
-    store_rows(params, tile, states, o, shared.rows[warp], shared.factors[warp], first_row, lane);
+    store_rows(params, tile, states, shared.logit_factor, o, shared.rows[warp], shared.factors[warp], first_row, lane);
 }
 
 }  // namespace cuflash

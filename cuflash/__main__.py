@@ -61,8 +61,6 @@ def _kernels() -> int:
         print(f"  head_dim    1 to {spec.max_head_dim}")
         print(f"  features    {', '.join(sorted(spec.features))}")
         print(f"  GPUs        compute capability {spec.min_compute_capability / 10} and newer")
-        if spec.on_request:
-            print(f"  chosen      on request: {spec.on_request}")
     print("cpu: NumPy arrays, every feature")
     return 0
 

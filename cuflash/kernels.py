@@ -78,8 +78,6 @@ class KernelSpec(NamedTuple):
     """Blocks per multiprocessor for which the compiler keeps registers free."""
     limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
     """What else the kernel refuses, as a sentence."""
-    on_request: str = ""
-    """Why calls get this kernel only where `options(kernel=...)` names it; empty: they get it by themselves."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -217,7 +215,7 @@ def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
     factors = tile.block_m * 4
-    return _round_up(q_and_k + v + scores + factors + _TILE_MAP_BYTES + 4 * 8 + 4, 32)
+    return _round_up(q_and_k + v + scores + factors + _TILE_MAP_BYTES + 4 * 8 + 24, 32)
 
 
 def wmma_limits(problem: Problem, device: Device) -> str | None:
@@ -235,8 +233,8 @@ def wmma_limits(problem: Problem, device: Device) -> str | None:
 # scores and weights through for 192 and computes exp2 for 128; head_dim 128 multiplies for 384, reads for 320 and
 # passes for 192. So warps have 32 rows where the output fits the registers, 16 elsewhere.
 _WMMA_TILES = (
-    Tile(128, 64, 128), Tile(128, 32, 128), Tile(128, 64, 256), Tile(128, 32, 256), Tile(64, 64, 128),
-    Tile(64, 32, 128), Tile(64, 16, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(32, 16, 64), Tile(16, 64, 32),
+    Tile(128, 64, 128), Tile(128, 32, 128), Tile(64, 64, 128), Tile(64, 32, 128), Tile(128, 64, 256),
+    Tile(128, 32, 256), Tile(64, 16, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(32, 16, 64), Tile(16, 64, 32),
     Tile(16, 32, 32), Tile(16, 16, 32),
 )  # fmt: skip
 
@@ -255,7 +253,9 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
     """
     newer = device.compute_capability >= 80
     aligned = common_alignment(problem) == 16
+    arrays = problem.bias is not None or problem.mask is not None
     simple = problem.head_dim <= 128 and problem.dtype != "float32" and aligned
+    simple &= device.compute_capability >= 90 or not arrays
     together = 96 if device.compute_capability < 75 else 160 if newer and simple else 128
     fitting = []
     for tile in _WMMA_TILES:
@@ -300,7 +300,6 @@ KERNELS = (
         shared_memory=wmma_shared_memory,
         min_blocks=wmma_min_blocks,
         limits=wmma_limits,
-        on_request="not measured on a GPU yet, options(kernel='forward_wmma') asks for it",
         rounds_weights=True,
     ),
     KernelSpec(

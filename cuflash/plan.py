@@ -154,7 +154,7 @@ def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: i
 def choose_kernel(problem: Problem, device: Device, settings: Settings) -> KernelSpec:
     """First row of the table that accepts, or the one that the settings name."""
     if not settings.kernel:
-        return next(spec for spec in KERNELS if not spec.on_request and spec.refusal(problem, device) is None)
+        return next(spec for spec in KERNELS if spec.refusal(problem, device) is None)
     if settings.kernel == CPU_KERNEL:
         raise ValueError("kernel 'cpu' cannot serve this call: it computes NumPy arrays, these are on a GPU")
     for spec in KERNELS:
@@ -167,8 +167,8 @@ def choose_kernel(problem: Problem, device: Device, settings: Settings) -> Kerne
 
 
 def refusals(problem: Problem, device: Device) -> list[tuple[str, str | None]]:
-    """Every row of the table with the reason why a call does not get it by itself, None where it may."""
-    return [(spec.name, spec.refusal(problem, device) or spec.on_request or None) for spec in KERNELS]
+    """Every row of the table with the reason why it does not serve the problem, None where it does."""
+    return [(spec.name, spec.refusal(problem, device)) for spec in KERNELS]
 
 
 def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, useful_rows: int) -> Tile:

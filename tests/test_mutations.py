@@ -65,15 +65,6 @@ def _hidden_rows(emulator: Emulator) -> None:
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
 
 
-def _softcap_and_window(emulator: Emulator) -> None:
-    """Logits are more than scaled scores, and rows do not see the first keys of a tile."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((70, 32), (150, 32), (150, 32)))
-    exact, _ = reference.attention(q, k, v, softcap=2.0, window=(10, None))
-    out = emulator.attention(q, k, v, softcap=2.0, window=(10, None))
-    np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
-
-
 def _huge_offsets(emulator: Emulator) -> None:
     """Far beyond all keys, or in front of them, whatever the integer type."""
     rng = np.random.default_rng(0)
@@ -122,7 +113,6 @@ def _too_many_lanes(emulator: Emulator) -> None:
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_lse": _no_lse,
     "hidden_rows": _hidden_rows,
-    "softcap_and_window": _softcap_and_window,
     "huge_offsets": _huge_offsets,
     "packed-tail-sinks": _tail_with_sinks,
     "no_visible_key": _no_visible_key,
@@ -160,6 +150,8 @@ CHECKS = [
     ),
     Mutant(MASK, "min(position + params.window_right + 1, tile.seqlen_k)", "tile.seqlen_k", "causal-63x65 float16"),
     Mutant(MASK, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "hidden_rows"),
+    Mutant(MASK, "begin <= column && ", "", "window-3-None float16"),
+    Mutant(MASK, " && column < end", "", "causal-63x65 float16"),
     # The tensor-core kernel's own: its loader of rows, its walk, its two lanes per row.
     Mutant(WMMA, "row.valid ? tile.q", "true ? tile.q", "lengths-63x65 float16"),
     Mutant(WMMA, "min(keys.any.end - n_begin, kStride)", "kStride", "lengths-63x65 float16"),
@@ -170,8 +162,6 @@ CHECKS = [
     Mutant(WMMA, "if (n_begin + kBlockN < keys.any.end) load_k", "load_k", "lengths-63x65 float16"),
     Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
     Mutant(WMMA, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
-    Mutant(WMMA, "column < visible.begin || ", "", "window-3-None float16"),
-    Mutant(WMMA, " || column >= visible.end", "", "causal-63x65 float16"),
     Mutant(WMMA, "if (first_column == 0) factors", "factors", "lengths-63x65 float16"),
     Mutant(WMMA, "if (row.valid) {", "{", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (!row.valid) continue;", "", "lengths-63x65 float16", kernel=WMMA),
@@ -193,8 +183,13 @@ CHECKS = [
     Mutant(
         SCORE, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "bias-float32 float16"
     ),
-    Mutant(SCORE, "key < row.visible.begin || ", "", "softcap_and_window"),
-    Mutant(SCORE, " || key >= row.visible.end", "", "softcap float16"),
+    Mutant(SCORE, "if (tile.alibi_slopes) { context", "{ context", "bias-float32 float16"),
+    Mutant(SCORE, "min(column + e, last_column)", "column + e", "bias-float32 float16"),
+    Mutant(SCORE, "min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))", "kBlockN", "mask-keys float16"),
+    Mutant(SCORE, " && row.last_column == kBlockN - 1", "", "bias-float32 float16", kernel=WMMA),
+    Mutant(SCORE, "column_stride == sizeof(Value) && ", "", "bias-rows float16", kernel=WMMA),
+    Mutant(SCORE, " && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0", "",
+           "bias-mask-odd float16", kernel=WMMA),
     Mutant(SCALAR, "if (!row.valid) continue;", "", "lengths-63x65 float16"),
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),

@@ -398,7 +398,7 @@ class Attend:
         self.dtype = DTYPES[dtype]
         self._wide = np.float64 if dtype == "float64" else np.float32
         # Kernels on tensor cores round weights, each call in its own way: outputs differ by as much.
-        rounds = back_end == "cupy" and any(spec.rounds_weights and not spec.on_request for spec in KERNELS)
+        rounds = back_end == "cupy" and any(spec.rounds_weights for spec in KERNELS)
         units = {"float16": 2.0**-11, "bfloat16": 2.0**-8} if rounds else {}
         self._weight_rounding = 8 * units.get(dtype, 0.0)
 

@@ -20,6 +20,8 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, 
 struct ColumnRange {
     int begin;
     int end;
+
+    __device__ __forceinline__ bool has(int column) const { return begin <= column && column < end; }
 };
 
 __device__ __forceinline__ ColumnRange visible_columns(const AttentionParams& params, const TileMap& tile, int tile_row,

@@ -48,6 +48,11 @@ __device__ __forceinline__ Accumulator infinity() {
     else return __int_as_float(0x7f800000);
 }
 
+__device__ __forceinline__ Accumulator largest_finite() {
+    if constexpr (sizeof(Accumulator) == 8) return __longlong_as_double(0x7fefffffffffffffLL);
+    else return __int_as_float(0x7f7fffff);
+}
+
 __device__ __forceinline__ float exponential(float x) { return expf(x); }
 __device__ __forceinline__ double exponential(double x) { return exp(x); }
 __device__ __forceinline__ float logarithm(float x) { return logf(x); }
@@ -56,6 +61,10 @@ __device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); 
 __device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float minimum(float a, float b) { return fminf(a, b); }
+__device__ __forceinline__ double minimum(double a, double b) { return fmin(a, b); }
+__device__ __forceinline__ float absolute(float x) { return fabsf(x); }
+__device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 

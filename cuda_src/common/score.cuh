@@ -5,62 +5,120 @@
 
 namespace cuflash {
 
-// What the logits of one row need beside their scores.
+// What the logits of one row of a key tile need beside their scores. Columns count keys from the tile's first.
 struct RowContext {
-    const char* bias;
+    const char* bias;  // of column 0
     const char* mask;
     Accumulator alibi_slope;
-    long long position;
-    KeyRange visible;
+    Accumulator distance;  // from column 0 to the position of the row
+    int last_column;       // that is a key: bias and mask must be read inside the arrays
 };
 
-__device__ __forceinline__ RowContext row_context(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    // Rows behind the last one repeat it: their logits go nowhere, but bias and mask must be read inside the arrays.
+__device__ __forceinline__ RowContext row_context(const AttentionParams& params, const TileMap& tile, int tile_row,
+                                                  long long n_begin) {
+    // Rows behind the last one repeat it: their logits go nowhere.
     const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
     const Row row = row_at(params, tile, min(tile_row, last_row));
-    RowContext context;
+    RowContext context = {};
     if constexpr (kBiasDtype != 0) {
-        context.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row;
+        context.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row +
+                       n_begin * params.bias_strides.column;
     }
     if constexpr (kHasMask) {
-        context.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row;
+        context.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row +
+                       n_begin * params.mask_strides.column;
     }
-    context.alibi_slope = 0;
     if (tile.alibi_slopes) {
         context.alibi_slope = load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
+        context.distance = static_cast<Accumulator>(row.query + tile.query_offset - n_begin);
     }
-    context.position = row.query + tile.query_offset;
-    context.visible = visible_keys(params, tile, row.query);
+    context.last_column = static_cast<int>(min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))) - 1;
     return context;
 }
 
 // Scale and softcap, the part that needs no row.
-__device__ __forceinline__ Accumulator scaled_score(const AttentionParams& params, Accumulator score) {
-    const Accumulator scaled = score * static_cast<Accumulator>(params.scale);
+struct ScoreScale {
+    Accumulator scale;
+    Accumulator softcap;
+    Accumulator inverse_softcap;
+};
+
+__device__ __forceinline__ ScoreScale score_scale(const AttentionParams& params) {
+    ScoreScale result = {static_cast<Accumulator>(params.scale), 0, 0};
     if constexpr (kHasSoftcap) {
-        const Accumulator softcap = static_cast<Accumulator>(params.softcap);
-        return softcap * hyperbolic_tangent(scaled / softcap);
+        result.softcap = static_cast<Accumulator>(params.softcap);
+        result.inverse_softcap = minimum(1 / result.softcap, largest_finite());
     }
-    return scaled;
+    return result;
 }
 
-// Bias, ALiBi, mask array and visible range. `key` may lie outside the visible range; nothing is read for it then.
-__device__ __forceinline__ Accumulator row_logit(const AttentionParams& params, const RowContext& row,
-                                                 Accumulator scaled, long long key) {
-    if (key < row.visible.begin || key >= row.visible.end) return -infinity();
-    Accumulator logit = scaled;
-    bool hidden = false;
+__device__ __forceinline__ Accumulator scaled_score(const ScoreScale& by, Accumulator score) {
+    if constexpr (kHasSoftcap) return by.softcap * hyperbolic_tangent(score * by.scale * by.inverse_softcap);
+    return score * by.scale;
+}
+
+// Whether kCount neighbouring columns of a row can be read at once, wherever they begin in steps of kCount.
+template <int kCount, typename Value>
+__device__ __forceinline__ bool is_vector(const char* row, long long column_stride) {
+    return column_stride == sizeof(Value) && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0;
+}
+
+template <int kCount>
+__device__ __forceinline__ bool has_vectors(const AttentionParams& params, const RowContext& row) {
+    bool vectors = (kBiasDtype != 0 || kHasMask) && row.last_column == kBlockN - 1;
+    if constexpr (kBiasDtype != 0)
+        vectors &= is_vector<kCount, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
+    if constexpr (kHasMask) vectors &= is_vector<kCount, unsigned char>(row.mask, params.mask_strides.column);
+    return vectors;
+}
+
+template <bool kVectors, int kCount, typename Value>
+__device__ __forceinline__ void load_columns(Value (&values)[kCount], const char* row, long long column_stride,
+                                             int column, int last_column) {
+    if constexpr (kVectors) {
+        struct alignas(kCount * sizeof(Value)) Vector {
+            Value values[kCount];
+        };
+        const Vector vector = *reinterpret_cast<const Vector*>(row + column * static_cast<int>(sizeof(Value)));
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) values[e] = vector.values[e];
+    } else {
+#pragma unroll
+        for (int e = 0; e < kCount; ++e)
+            values[e] = load_bits<Value>(row + min(column + e, last_column) * column_stride);
+    }
+}
+
+// Adds bias and ALiBi to scaled scores of kCount neighbouring columns, and hides what bias and mask hide. `kVectors`
+// asks for what has_vectors<kCount> has found to be so.
+template <bool kVectors, int kCount>
+__device__ __forceinline__ void scores_to_row_logits(const AttentionParams& params, const TileMap& tile,
+                                                     const RowContext& row, int column, Accumulator (&logits)[kCount]) {
+    bool hidden[kCount] = {};
     if constexpr (kBiasDtype != 0) {
-        const Accumulator bias = load_as<kBiasDtype>(row.bias + key * params.bias_strides.column);
-        hidden = bias == -infinity();
-        logit += bias;
+        ElementOf<kBiasDtype>::Type biases[kCount];
+        load_columns<kVectors>(biases, row.bias, params.bias_strides.column, column, row.last_column);
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) {
+            const Accumulator bias = widen<kBiasDtype>(biases[e]);
+            hidden[e] = bias == -infinity();
+            logits[e] += bias;
+        }
     }
-    if (row.alibi_slope != 0) {
-        const long long distance = row.position - key;
-        logit -= row.alibi_slope * static_cast<Accumulator>(distance < 0 ? -distance : distance);
+    if constexpr (kHasMask) {
+        unsigned char visible[kCount];
+        load_columns<kVectors>(visible, row.mask, params.mask_strides.column, column, row.last_column);
+#pragma unroll
+        for (int e = 0; e < kCount; ++e) hidden[e] |= visible[e] == 0;
     }
-    if constexpr (kHasMask) hidden |= row.mask[key * params.mask_strides.column] == 0;
-    return hidden ? -infinity() : logit;
+    if (tile.alibi_slopes) {
+        const Accumulator distance = row.distance - static_cast<Accumulator>(column);
+#pragma unroll
+        for (int e = 0; e < kCount; ++e)
+            logits[e] = multiply_add(-row.alibi_slope, absolute(distance - static_cast<Accumulator>(e)), logits[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) logits[e] = hidden[e] ? -infinity() : logits[e];
 }
 
 }  // namespace cuflash

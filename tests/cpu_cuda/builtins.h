@@ -131,19 +131,6 @@ inline float __double2float_rz(double value) {
     return fabs(static_cast<double>(nearest)) > fabs(value) ? nextafterf(nearest, 0.0f) : nearest;
 }
 
-// value + rest, rounded up; `rest` is below half a unit of the value's last place.
-inline float cpu_cuda_float_above(double value, double rest) {
-    const float nearest = static_cast<float>(value);
-    const bool below = static_cast<double>(nearest) < value || (static_cast<double>(nearest) == value && rest > 0);
-    return below ? nextafterf(nearest, INFINITY) : nearest;
-}
-inline float __fmul_ru(float a, float b) { return cpu_cuda_float_above(static_cast<double>(a) * b, 0); }
-inline float __fsub_ru(float a, float b) {
-    const double difference = static_cast<double>(a) - b;
-    const double subtracted = a - difference;  // what rounding left over, by Knuth's two-sum
-    return cpu_cuda_float_above(difference, (a - (difference + subtracted)) + (subtracted - b));
-}
-
 #define CPU_CUDA_MIN_MAX(T)                          \
     inline T min(T a, T b) { return b < a ? b : a; } \
     inline T max(T a, T b) { return a < b ? b : a; }

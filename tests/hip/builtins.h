@@ -73,12 +73,12 @@ inline __device__ double log(double x) { return __ocml_log_f64(x); }
 inline __device__ float tanhf(float x) { return __ocml_tanh_f32(x); }
 inline __device__ double tanh(double x) { return __ocml_tanh_f64(x); }
 inline __device__ float __double2float_rz(double x) { return __ocml_cvtrtz_f32_f64(x); }
-// Rounded up, or one ulp more: the callers want a bound.
-inline __device__ float hip_above(float x) { return __builtin_fmaf(__builtin_fabsf(x), 0x1p-23f, x); }
-inline __device__ float __fmul_ru(float a, float b) { return hip_above(a * b); }
-inline __device__ float __fsub_ru(float a, float b) { return hip_above(a - b); }
 inline __device__ float fmaxf(float a, float b) { return __builtin_fmaxf(a, b); }
 inline __device__ double fmax(double a, double b) { return __builtin_fmax(a, b); }
+inline __device__ float fminf(float a, float b) { return __builtin_fminf(a, b); }
+inline __device__ double fmin(double a, double b) { return __builtin_fmin(a, b); }
+inline __device__ float fabsf(float x) { return __builtin_fabsf(x); }
+inline __device__ double fabs(double x) { return __builtin_fabs(x); }
 inline __device__ float fmaf(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline __device__ double fma(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
