@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
@@ -211,17 +213,23 @@ DEFAULT_GROUPS = {
 }
 """What is measured when nothing is chosen, by back end."""
 
-QUICK_FLOPS = {"gpu": 2 * 10**12, "numpy": 6 * 10**9}
+QUICK_FLOPS = {"gpu": 3 * 10**11, "numpy": 6 * 10**9}
 """Largest case of a quick run: a fraction of a second for the slowest kernel."""
 QUICK_CASES = 3
 
 
-def quick(cases: list[Case], backend: str) -> list[Case]:
-    """Choose a few cases of a group: the first, the last and one between, none of them large."""
-    small = [case for case in cases if case.flops <= QUICK_FLOPS[backend]]
-    if len(small) <= QUICK_CASES:
-        return small
-    return [small[i * (len(small) - 1) // (QUICK_CASES - 1)] for i in range(QUICK_CASES)]
+def quick(groups: Iterable[list[Case]], backend: str) -> list[Case]:
+    """Choose a few cases of each group: the first, the last and one between, none of them large.
+
+    The groups take turns, as time may end before the cases do.
+    """
+    chosen = []
+    for cases in groups:
+        small = [case for case in cases if case.flops <= QUICK_FLOPS[backend]]
+        if len(small) > QUICK_CASES:
+            small = [small[i * (len(small) - 1) // (QUICK_CASES - 1)] for i in range(QUICK_CASES)]
+        chosen.append(small)
+    return [case for turn in zip_longest(*chosen) for case in turn if case is not None]
 
 
 class Inputs(NamedTuple):

@@ -146,12 +146,10 @@ def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[Case
         if arguments.group:
             raise ValueError("--group chooses from the table, the shape options measure one problem: give one of them")
         return [single_case(arguments, backend)], False
-    groups = arguments.group or DEFAULT_GROUPS[backend]
-    cases = []
-    for name in groups:
-        group = GROUPS.get(name, [])
-        cases += case_table.quick(group, backend) if arguments.quick else group
-    return cases, OVERHEADS in groups
+    names = arguments.group or DEFAULT_GROUPS[backend]
+    groups = [GROUPS[name] for name in names if name != OVERHEADS]
+    cases = case_table.quick(groups, backend) if arguments.quick else [case for group in groups for case in group]
+    return cases, OVERHEADS in names
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:

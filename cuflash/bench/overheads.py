@@ -86,6 +86,7 @@ def host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[st
     """Microseconds of host time per call: the same form again, a new length, and parts for comparison."""
     xp = backend.xp
     q = xp.ones((1, 1, 16, 64), np.float32)
+    half = q.astype(np.float16)
     lengths = [xp.ones((1, 1, 17 + i, 64), np.float32) for i in range(200)]
 
     def new_lengths() -> None:
@@ -95,6 +96,7 @@ def host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[st
 
     times = {
         "repeated call": _host_time(backend, lambda: attention(q, q, q), 300),
+        "repeated call, float16": _host_time(backend, lambda: attention(half, half, half), 300),
         "new length": _host_time(backend, new_lengths, 1) / len(lengths),
         f"{xp.__name__}.empty": _host_time(backend, lambda: xp.empty(q.shape, q.dtype), 300),
     }
