@@ -272,8 +272,9 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         if (threadIdx.x == 0 && tile.num_rows != 0) {
             shared.keys = tile_keys(params, tile);
             const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
+            // A multiplier below the normal range counts as 0, and 0 x -inf is no hidden score.
             const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && tile.alibi_slopes == nullptr &&
-                                    multiplier > 0 && multiplier < infinity();
+                                    multiplier >= 1.17549435e-38f && multiplier < infinity();
             shared.only_scale = only_scale;
             shared.logit_factor = only_scale ? static_cast<float>(params.scale) : 1;
             shared.multiplier = only_scale ? multiplier : 1.4426950408889634f;

@@ -80,6 +80,7 @@ def _scores() -> list[Case]:
         Case("scale-negative", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": -0.3, "causal": True}),
         Case("scale-large", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": 30.0}),
         Case("scale-huge", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": 1e12}),
+        Case("scale-tiny", (1, 2, 70, 32), (1, 2, 80, 32), options={"scale": 1e-40, "causal": True}),
         Case("softcap", (1, 2, 70, 32), (1, 2, 80, 32), options={"softcap": 1.5, "causal": True}),
         Case("softcap-tiny", (1, 1, 20, 16), (1, 1, 20, 16), options={"softcap": 1e-40}),
         Case("softcap-huge", (1, 1, 20, 16), (1, 1, 20, 16), options={"softcap": 1e39}),
