@@ -50,6 +50,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer problems in the benchmark")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder for the full output")
     parser.add_argument("--tools", nargs="*", default=TOOLS, help="which of compute-sanitizer's tools")
+    parser.add_argument("--kernels", nargs="*", default=[spec.name for spec in KERNELS], help="for the sanitizer")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
     arguments = parser.parse_args()
     steps = arguments.steps or ["tests", "sanitize", "bench"]
@@ -71,9 +72,9 @@ def main() -> int:
                 continue
             # Beside one another: each is bound by one core of the host.
             started = {}
-            for name, spec in product(arguments.tools, KERNELS):
-                run = [sys.executable, "benchmarks/sanitize.py", "--kernel", spec.name, *arguments.cases]
-                label = f"{name}-{spec.name}"
+            for name, kernel in product(arguments.tools, arguments.kernels):
+                run = [sys.executable, "benchmarks/sanitize.py", "--kernel", kernel, *arguments.cases]
+                label = f"{name}-{kernel}"
                 started[label] = _run(label, [tool, "--tool", name, "--error-exitcode", "1", *run], logs)
             summary += [_finish(label, process, begin) for label, process in started.items()]
         else:

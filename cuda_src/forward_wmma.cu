@@ -8,8 +8,8 @@
 // fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into
 // weights; factors by row come back as a fragment whose columns are all the same. The output stays in registers.
 //
-// The weighted values of one key tile are summed from zero and joined to O by one multiply-add: tensor cores round
-// toward zero while they accumulate, and a running sum over all keys would drift.
+// Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
+// every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
 #include "common/epilogue.cuh"
 #include "common/score.cuh"
@@ -27,7 +27,8 @@ constexpr int kFeatureFragments = kHeadDimV / 16;
 constexpr int kDepth = Tensor::kDepth;
 constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
 constexpr int kLanesPerRow = 2, kColumns = kBlockN / kLanesPerRow;
-constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
+constexpr int kChunk = 4;                     // neighbouring scores of a lane; the next ones are its partner's
+constexpr int kTilesPerSum = 4096 / kBlockN;  // until then the drift is a tenth of the rounding to 16 bits
 constexpr int kChunksAtOnce = kBiasDtype == 0 && !kHasMask ? 1 : kHeadDimV <= 64 ? 4 : 2;  // so that loads overlap
 
 // Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
@@ -42,7 +43,8 @@ constexpr int kRegisters = 512 / kWarpsPerScheduler < 255 ? 512 / kWarpsPerSched
 constexpr int kRegistersO = kRowFragments * kFeatureFragments * 8;
 constexpr int kRegistersS = kRowFragments * kKeyFragments * 8;
 constexpr int kRegistersQ = kRowFragments * kHeadDim * static_cast<int>(sizeof(Element)) / 8;
-constexpr bool kKeepQ = kHeadDim <= 128 && kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
+constexpr bool kKeepQ =
+    kHeadDim * sizeof(Element) <= 256 && kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
 constexpr int kGroup = kKeepQ ? kStepsK : kStepsK % 4 == 0 ? 4 : kStepsK % 3 == 0 ? 3 : kStepsK % 2 == 0 ? 2 : kStepsK;
 
 static_assert(kDtype != CUFLASH_FLOAT64, "WMMA multiplies float16, bfloat16 and tf32");
@@ -209,16 +211,59 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
         if (f % kRowFragments == 0) wmma_fence();
         Tensor::B values[kStepsV];
         load_operands<kDepth * kPitchV>(values, &v[0][f * 16], kPitchV);
-        WmmaC sum[kRowFragments] = {};
-#pragma unroll
-        for (int step = 0; step < kStepsV; ++step) {
-#pragma unroll
-            for (int i = 0; i < kRowFragments; ++i) Tensor::multiply_add(sum[i], weights[i][step], values[step]);
-        }
 #pragma unroll
         for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_add(o[i][f].x[e], factor[i].x[e], sum[i].x[e]);
+            for (int e = 0; e < 8; ++e) o[i][f].x[e] *= factor[i].x[e];
+        }
+#pragma unroll
+        for (int step = 0; step < kStepsV; ++step) {
+#pragma unroll
+            for (int i = 0; i < kRowFragments; ++i) Tensor::multiply_add(o[i][f], weights[i][step], values[step]);
+        }
+    }
+}
+
+// A thread's part of O for the keys before the last restart. Volatile, so that it stays in memory.
+struct Total {
+    volatile float sums[kRowFragments][kFeatureFragments][8];
+    volatile float row_max[kRowFragments];  // that their weights are relative to
+};
+
+// o += total
+__device__ __forceinline__ void add_total(WmmaC (&o)[kRowFragments][kFeatureFragments], const Total& total,
+                                          float (&factors)[kRowFragments][16], float multiplier,
+                                          const RowStates& states, int row, int first_column) {
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        const float difference = total.row_max[i] - finite_maximum(states.row_max[i]);
+        if (first_column == 0) factors[i][row] = exp2_approximate(difference * multiplier);
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        WmmaC factor;
+        wmma_load_column(factor, factors[i]);
+#pragma unroll
+        for (int f = 0; f < kFeatureFragments; ++f) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_add(total.sums[i][f][e], factor.x[e], o[i][f].x[e]);
+        }
+    }
+}
+
+// total = o, o = 0
+__device__ __forceinline__ void restart(WmmaC (&o)[kRowFragments][kFeatureFragments], Total& total,
+                                        const RowStates& states) {
+#pragma unroll
+    for (int i = 0; i < kRowFragments; ++i) {
+        total.row_max[i] = states.row_max[i];
+#pragma unroll
+        for (int f = 0; f < kFeatureFragments; ++f) {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) total.sums[i][f][e] = o[i][f].x[e];
+            o[i][f] = {};
         }
     }
 }
@@ -289,6 +334,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const int first_column = lane % kLanesPerRow * kChunk;
     constexpr long long kStride = kBlockN;
 
+    const auto tile_begin = [&](int block) { return keys.any.begin + block * kStride; };
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
     const auto visible_rows = [&](long long n_begin) { return static_cast<int>(min(keys.any.end - n_begin, kStride)); };
     const auto load_k = [&](long long n_begin) {
@@ -305,6 +351,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     };
 
     RowStates states;
+    Total total;
     WmmaC o[kRowFragments][kFeatureFragments] = {};
     KeptQ kept_q;
     if (keys.any.begin < keys.any.end) {
@@ -323,31 +370,37 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         }
     }
 #pragma unroll 1
-    for (int block = 0; keys.any.begin + block * kStride < keys.any.end; ++block) {
-        const long long n_begin = keys.any.begin + block * kStride;
-        next_buffer_ready();
-        load_v(n_begin);
-        multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
-
-        const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+    for (int first = 0; tile_begin(first) < keys.any.end; first += kTilesPerSum) {
 #pragma unroll 1
-        for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
-            const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
-            float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
-            if (!shared.only_scale) {
-                const RowContext row = row_context(params, tile, tile_row, n_begin);
-                if (has_vectors<kChunk>(params, row))
-                    scores_to_logits<true>(params, tile, shared.score_scale, row, scores, first_column);
-                else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, first_column);
-            }
-            if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, first_column);
-        }
-        scores_to_weights(shared.rows[warp], shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow,
-                          first_column);
+        for (int block = first; block < first + kTilesPerSum && tile_begin(block) < keys.any.end; ++block) {
+            const long long n_begin = tile_begin(block);
+            next_buffer_ready();
+            load_v(n_begin);
+            multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
 
-        next_buffer_ready();
-        if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
-        multiply_pv(o, shared.rows[warp], shared.v, shared.factors[warp]);
+            const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+#pragma unroll 1
+            for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
+                const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
+                float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
+                if (!shared.only_scale) {
+                    const RowContext row = row_context(params, tile, tile_row, n_begin);
+                    if (has_vectors<kChunk>(params, row))
+                        scores_to_logits<true>(params, tile, shared.score_scale, row, scores, first_column);
+                    else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, first_column);
+                }
+                if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, first_column);
+            }
+            scores_to_weights(shared.rows[warp], shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow,
+                              first_column);
+
+            next_buffer_ready();
+            if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
+            multiply_pv(o, shared.rows[warp], shared.v, shared.factors[warp]);
+        }
+        if (first != 0)
+            add_total(o, total, shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow, first_column);
+        if (tile_begin(first + kTilesPerSum) < keys.any.end) restart(o, total, states);
     }
     store_rows(params, tile, states, shared.logit_factor, o, shared.rows[warp], shared.factors[warp], first_row, lane);
 }

@@ -228,10 +228,12 @@ def wmma_limits(problem: Problem, device: Device) -> str | None:
     return None
 
 
-# Wavefronts of shared memory are the limit, on an H200 by calculation (per 32 rows and 64 keys, clocks of a
-# multiprocessor): head_dim 64 multiplies for 192, reads K and V for 128 if a warp has 32 rows (256 with 16), passes
-# scores and weights through for 192 and computes exp2 for 128; head_dim 128 multiplies for 384, reads for 320 and
-# passes for 192. So warps have 32 rows where the output fits the registers, 16 elsewhere.
+# Wavefronts of shared memory are the limit (two thirds of their rate on an H200; the rest is latency, as there are but
+# eight warps). Per 32 rows and 64 keys, in clocks of a multiprocessor: head_dim 64 multiplies for 192, reads K and V
+# for 128 if a warp has 32 rows (256 with 16), passes scores and weights through for 192 and computes exp2 for 128;
+# head_dim 128 multiplies for 384, reads for 320 and passes for 192. So warps have 32 rows where the output fits the
+# registers, 16 elsewhere, and two blocks of four warps wait for less than one of eight. Measured, TFLOP/s: head_dim 64
+# 128x64 210, 128x32 200, 64x64 190; head_dim 128 128x32 245, 64x64 197, 64x32 191; head_dim 256 64x32 219, 128x32 195.
 _WMMA_TILES = (
     Tile(128, 64, 128), Tile(128, 32, 128), Tile(64, 64, 128), Tile(64, 32, 128), Tile(128, 64, 256),
     Tile(128, 32, 256), Tile(64, 16, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(32, 16, 64), Tile(16, 64, 32),
@@ -262,6 +264,8 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
         output, scores = _wmma_registers(problem, tile)
         tall = tile.block_m == tile.num_threads
         widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or (newer and aligned) else 16
+        if problem.dtype == "float32":  # operands of twice the size
+            widest = 64 if output <= 48 else 32 if output <= 80 else 16
         if (
             output <= 128
             and tile.block_n <= widest
@@ -281,6 +285,7 @@ def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     output, scores = _wmma_registers(problem, tile)
     need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
+    need += 48 if problem.dtype == "float32" else 0
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
     by_memory = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
     return max(1, min(by_memory, warps * 32 // tile.num_threads))

@@ -100,6 +100,7 @@ def _scores() -> list[Case]:
         cases.append(Case(f"sinks-{dtype}", (2, 4, 70, 32), (2, 2, 60, 32), arrays=sinks, options={"causal": True}))
     cases.append(Case("sinks-no-keys", (2, 4, 7, 32), (2, 2, 0, 32), arrays={"sinks": ((4,), "float32")}))
     cases.append(Case("mean", (1, 2, 64, 64), (1, 2, 3000, 64), value_mean=1.0))
+    cases += [Case(f"keys-{n}", (1, 1, 20, 16), (1, 1, n, 16), value_mean=1.0) for n in (4090, 8192, 9000)]
     return cases
 
 
@@ -174,7 +175,7 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 _TF32 = (
     "lengths-63x65", "causal-200x131", "everything", "packed-plain-True", "head_dim-160-160", "head_dim-17-17", "mean",
-    "layout-gaps-into", "heads-6-2-100x90", "sinks-float32",
+    "keys-9000", "layout-gaps-into", "heads-6-2-100x90", "sinks-float32",
 )  # fmt: skip
 TF32_CASES = [case._replace(options={**case.options, "precision": "tf32"}) for case in CASES if case.name in _TF32]
 """For float32 alone."""

@@ -637,7 +637,7 @@ def test_import_times_are_of_this_package(monkeypatch: pytest.MonkeyPatch) -> No
 def test_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
     report = bench.run([], True, NumpyBackend(), Request(), bench.load_peers(None, "numpy"), deadline=0.0)
     found = report["overheads"]
-    assert found["import_s"]["warm"] > 0 and found["host_us"]["new length"] > 0
+    assert "import_s" not in found and found["host_us"]["new length"] > 0
     assert 0 < found["memory_mib"]["1 head, N 4096, D 64, causal"] < 48
     assert "host time per call, microseconds" in reports.markdown(report) and bench.status(report) == 0
     monkeypatch.setattr(bench, "overheads", lambda *arguments: 1 / 0)
@@ -668,7 +668,7 @@ def test_gpu_in_one_command(tmp_path: Path) -> None:
 def test_gpu_overheads() -> None:
     found = bench_overheads.overheads(GpuBackend(), None, quick=True)
     assert {"repeated call", "new length", "cupy.empty", "RawKernel launch"} <= set(found["host_us"])
-    assert {"cold", "warm"} == set(found["import_s"]) and found["compile"]
+    assert "import_s" not in found and found["compile"]
 
 
 @pytest.mark.gpu

@@ -163,6 +163,9 @@ CHECKS = [
     Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
     Mutant(WMMA, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
     Mutant(WMMA, "if (first_column == 0) factors", "factors", "lengths-63x65 float16"),
+    Mutant(WMMA, "if (first_column == 0) factors", "factors", "keys-9000 float16", 1),
+    Mutant(WMMA, "if (first != 0)", "", "keys-4090 float16"),
+    Mutant(WMMA, "if (tile_begin(first + kTilesPerSum) < keys.any.end)", "", "keys-8192 float16"),
     Mutant(WMMA, "if (row.valid) {", "{", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (!row.valid) continue;", "", "lengths-63x65 float16", kernel=WMMA),
     Mutant(TILE, "inside && row + pass < num_rows", "row + pass < num_rows", "head_dim-40-40 float16", kernel=WMMA),
@@ -224,8 +227,8 @@ CHECKS = [
 
 _BARRIER = re.compile(r"^ *(?:__sync\w+\(\)|\w+_wait\w*\([^)]*\));$", re.MULTILINE)
 
-_EVERYWHERE = "head_dim-160-160 float16; head_dim-160-160 float32; packed-many-True float16"
-"""One of them misses a barrier of a kernel: they copy asynchronously, several slices, or search for a sequence."""
+_EVERYWHERE = "head_dim-160-160 float16; head_dim-160-160 float32; packed-many-True float16; keys-9000 float16"
+"""One of them misses a barrier of a kernel: they copy asynchronously, many slices, search for a sequence, restart."""
 
 
 def _barriers() -> list[Mutant]:

@@ -173,9 +173,9 @@ float16 D=256 on 75, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 2
 float16 D=256 on 80, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
 float16 D=256 on 86, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 120, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x1
-tf32 D=64, forward_wmma, 128x64/128, grid 2048, 108224 B, batch 0:4, D 64/64, align 16, x2
+tf32 D=64, forward_wmma, 128x32/128, grid 2048, 73920 B, batch 0:4, D 64/64, align 16, x2
 tf32 D=128, forward_wmma, 64x32/128, grid 4096, 78784 B, batch 0:4, D 128/128, align 16, x2
-tf32 D=256, forward_wmma, 128x32/256, grid 2048, 221376 B, batch 0:4, D 256/256, align 16, x1
+tf32 D=256, forward_wmma, 64x16/128, grid 4096, 106688 B, batch 0:4, D 256/256, align 16, x2
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60528 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52336 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30832 B, batch 0:4, D 64/64, align 16, x1
@@ -544,7 +544,8 @@ def test_wmma_has_tiles_for_every_width(capability: int) -> None:
         for head_dim, head_dim_v in itertools.product((1, 16, 17, 64, 80, 96, 97, 128, 160, 192, 224, 256), repeat=2):
             problem = like._replace(head_dim=head_dim, head_dim_v=head_dim_v)
             tiles = wmma.tiles(problem, device)
-            assert len({str(tile) for tile in tiles}) >= 3, f"{problem} on {device.arch}"
+            wanted = 2 if like.dtype == "float32" else 3  # 99 KB hold no third for wide float32
+            assert len({str(tile) for tile in tiles}) >= wanted, f"{problem} on {device.arch}"
             assert tiles[-1].block_m == 16 or any(tile.block_m == 16 for tile in tiles)
             for tile in tiles:
                 assert wmma.shared_memory(problem, tile) <= device.shared_memory_per_block

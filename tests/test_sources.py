@@ -76,10 +76,15 @@ def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
     }
 
 
+LOCAL_BYTES = {"forward_wmma": 4 * (128 + 2)}
+"""Memory of a thread that a kernel keeps on purpose: sums of earlier keys, that rest there for thousands of keys."""
+
+
 def _check(name: str, resources: Resources) -> None:
     assert resources.spill_bytes == 0, f"{name} spills {resources.spill_bytes} bytes ({resources.registers} registers)"
     if "odd_bytes" not in name:
-        assert resources.stack_bytes == 0, f"{name} uses {resources.stack_bytes} bytes of local memory"
+        allowed = LOCAL_BYTES.get(name.split()[0], 0)
+        assert resources.stack_bytes <= allowed, f"{name} uses {resources.stack_bytes} bytes of local memory"
     assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
 
 
@@ -119,7 +124,7 @@ def test_compiles_for_sm_70(spec: KernelSpec) -> None:
         pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
     for name, plan in representative_plans(spec, 70).items():
         if name.split("-")[1] in ("64", "128", "everything", "varlen"):
-            _check(f"{name} sm_70", _compile_with(nvrtc, plan))
+            _check(f"{spec.name} {name} sm_70", _compile_with(nvrtc, plan))
 
 
 def _compile_with(nvrtc: ctypes.CDLL, plan: Plan) -> Resources:

@@ -41,10 +41,10 @@ def overheads(backend: NumpyBackend, small_calls: SmallCalls | None, quick: bool
     small_calls : callable, optional
         For comparison with the host time of a call.
     quick : bool
-        Fewer runs, fewer kernels, shorter sequences.
+        Fewer kernels, shorter sequences, and no imports.
     """
     found: dict[str, Any] = {
-        "import_s": import_times(backend.name, 1 if quick else 3),
+        "import_s": {} if quick else import_times(backend.name, 3),
         "host_us": host_times(backend, small_calls),
         "compile": compile_times(_device(backend), ["float16"] if quick else list(FLOAT_NAMES)),
     }
