@@ -18,6 +18,11 @@ RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
+INTRODUCTION = """\
+Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv) operations for
+each visible pair), or GB/s where moving the arrays is the limit, and the relative error against float64."""
+
+
 def shown(problem: dict[str, Any]) -> bool:
     """Whether a problem is in the README: of the 16-bit groups, which are long, a part."""
     if problem["group"] not in ("float16", "bfloat16"):
@@ -29,18 +34,15 @@ def section(path: Path, report: dict[str, Any]) -> str:
     """Tables of one stored measurement."""
     page = path.with_suffix(".md").relative_to(ROOT).as_posix()
     left_out = len(report["problems"]) - sum(map(shown, report["problems"]))
-    more = f" {left_out} further problems are in [{page}]({page})." if left_out else ""
-    return (
-        "Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv)\n"
-        f"operations for each visible pair), and the relative error against float64.{more}\n\n{markdown(report, shown)}"
-    )
+    more = f"\n\n{left_out} further problems of this run are in [{page}]({page})." if left_out else ""
+    return markdown(report, shown) + more
 
 
 def main() -> int:
     """Replace what stands between the markers, and write the pages."""
-    sections = []
-    for path in sorted(RESULTS.glob("*.json")):
-        report = json.loads(path.read_text())
+    reports = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
+    sections = [INTRODUCTION]
+    for path, report in sorted(reports.items(), key=lambda item: item[1]["backend"] != "gpu"):
         sections.append(section(path, report))
         path.with_suffix(".md").write_text(f"# `{path.name}`\n\n{markdown(report)}\n")
     readme = ROOT / "README.md"

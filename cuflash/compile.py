@@ -121,8 +121,10 @@ def compile_offline(kernel: str, macros: Macros, arch: str, extra_source: str = 
     program = nvrtc.createProgram(text, f"{kernel}_entry.cu", (), ())
     begin = time.thread_time()
     try:
-        options = (*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v")
-        nvrtc.compileProgram(program, options)
+        options = [*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
+        if nvrtc.getVersion() >= (12, 9):
+            options.append("--no-cache")  # what NVRTC takes from its cache comes without the assembler's report
+        nvrtc.compileProgram(program, tuple(options))
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise KernelCompileError(f"{text.partition(chr(10))[0]}: {error}\n{nvrtc.getProgramLog(program)}") from error

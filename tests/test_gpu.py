@@ -11,6 +11,10 @@ import pytest
 
 import cuflash
 from cuflash import launch, reference
+from cuflash.compile import compile_offline
+from cuflash.knobs import AUTOMATIC
+from cuflash.plan import make_plan
+from cuflash.problem import describe_attention
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)
@@ -263,6 +267,15 @@ def test_error_is_that_of_a_naive_computation(dtype: Any) -> None:
         differences = (x.astype(np.float64) - exact for x in (cuflash.attention(q, k, v), naive))
         errors = [float(cupy.linalg.norm(difference) / cupy.linalg.norm(exact)) for difference in differences]
         assert errors[0] <= 2 * errors[1], (mean, scale, errors)
+
+
+def test_registers_are_known_again_and_again() -> None:
+    """NVRTC has a cache on GPU machines, which keeps kernels and forgets what the assembler said of them."""
+    x = _draw(1, 2, 100, 64)
+    plan = make_plan(describe_attention(x, x, x)[0], launch.device_info(0), AUTOMATIC)
+    arch = launch.device_info(0).arch
+    first, second = (compile_offline(plan.kernel, plan.macros, arch) for _ in range(2))
+    assert first.registers == second.registers > 0
 
 
 @pytest.mark.alone
