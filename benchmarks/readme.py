@@ -19,8 +19,8 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 
 
 INTRODUCTION = """\
-Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv) operations for
-each visible pair), or GB/s where moving the arrays is the limit, and the relative error against float64."""
+Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv) operations
+for each visible pair), or GB/s where moving the arrays is the limit, and the relative error against float64."""
 
 
 def shown(problem: dict[str, Any]) -> bool:
