@@ -12,14 +12,12 @@
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
 #include "common/epilogue.cuh"
+#include "common/fragments.cuh"
 #include "common/score.cuh"
 #include "common/tile.cuh"
-#include "common/weights.cuh"
-#include "ptx/wmma.cuh"
 
 namespace cuflash {
 
-using Tensor = Wmma<kDtype>;
 constexpr int kNumWarps = kThreads / 32;
 constexpr int kRowsPerWarp = kBlockM / kNumWarps, kRowFragments = kRowsPerWarp / 16;
 constexpr int kKeyFragments = kBlockN / 16;
@@ -74,28 +72,7 @@ struct SharedTiles {
 
 using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
 
-using RowStates = RunningWeights<kRowFragments>;  // a lane has one row in each row fragment
-
-// Loads operands that lie kDistance elements apart.
-template <int kDistance, int kFirst = 0, typename Operand, int kCount>
-__device__ __forceinline__ void load_operands(Operand (&operands)[kCount], const Element* shared, int pitch) {
-    if constexpr (kFirst < kCount) {
-        Tensor::load<kFirst * kDistance>(operands[kFirst], shared, pitch);
-        if constexpr (kDtype == CUFLASH_FLOAT32) {
-#pragma unroll
-            for (unsigned int& x : operands[kFirst].x) x = tf32_bits_from_float(__uint_as_float(x));
-        }
-        load_operands<kDistance, kFirst + 1>(operands, shared, pitch);
-    }
-}
-
-template <int kFirst = 0, int kCount>
-__device__ __forceinline__ void store_scores(float* shared, const WmmaC (&scores)[kCount]) {
-    if constexpr (kFirst < kCount) {
-        wmma_store<kFirst * 16>(shared, scores[kFirst], kPitchS);
-        store_scores<kFirst + 1>(shared, scores);
-    }
-}
+using RowStates = OnlineSoftmax<kRowFragments>;  // a lane has one row in each row fragment
 
 // rows = Q[rows of the warp] K^T
 __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], const Element (*q)[kPitchK],
@@ -119,7 +96,7 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
         }
     }
 #pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) store_scores(rows[i].scores[0], scores[i]);
+    for (int i = 0; i < kRowFragments; ++i) store_scores<kPitchS>(rows[i].scores[0], scores[i]);
     __syncwarp();
 }
 
@@ -224,50 +201,6 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
     }
 }
 
-// A thread's part of O for the keys before the last restart. Volatile, so that it stays in memory.
-struct Total {
-    volatile float sums[kRowFragments][kFeatureFragments][8];
-    volatile float row_max[kRowFragments];  // that their weights are relative to
-};
-
-// o += total
-__device__ __forceinline__ void add_total(WmmaC (&o)[kRowFragments][kFeatureFragments], const Total& total,
-                                          float (&factors)[kRowFragments][16], float multiplier,
-                                          const RowStates& states, int row, int first_column) {
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) {
-        const float difference = total.row_max[i] - finite_maximum(states.row_max[i]);
-        if (first_column == 0) factors[i][row] = exp2_approximate(difference * multiplier);
-    }
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) {
-        WmmaC factor;
-        wmma_load_column(factor, factors[i]);
-#pragma unroll
-        for (int f = 0; f < kFeatureFragments; ++f) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_add(total.sums[i][f][e], factor.x[e], o[i][f].x[e]);
-        }
-    }
-}
-
-// total = o, o = 0
-__device__ __forceinline__ void restart(WmmaC (&o)[kRowFragments][kFeatureFragments], Total& total,
-                                        const RowStates& states) {
-#pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) {
-        total.row_max[i] = states.row_max[i];
-#pragma unroll
-        for (int f = 0; f < kFeatureFragments; ++f) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) total.sums[i][f][e] = o[i][f].x[e];
-            o[i][f] = {};
-        }
-    }
-}
-
 // Stores lse and output of the warp's rows, the output through the row tiles, a piece at a time.
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const RowStates& states,
                                            float logit_factor, WmmaC (&o)[kRowFragments][kFeatureFragments],
@@ -351,7 +284,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     };
 
     RowStates states;
-    Total total;
+    Total<kRowFragments, kFeatureFragments> total;
     WmmaC o[kRowFragments][kFeatureFragments] = {};
     KeptQ kept_q;
     if (keys.any.begin < keys.any.end) {

@@ -123,7 +123,7 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
 
 SCALAR, WMMA = "forward_scalar.cu", "forward_wmma.cu"
 SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
-MASK, SCORE, EPILOGUE, NUMERIC = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "numeric"))
+MASK, SCORE, EPILOGUE, FRAGMENTS = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "fragments"))
 
 CHECKS = [
     # The tile loader: rows and features that the arrays do not have.
@@ -163,7 +163,7 @@ CHECKS = [
     Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
     Mutant(WMMA, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
     Mutant(WMMA, "if (first_column == 0) factors", "factors", "lengths-63x65 float16"),
-    Mutant(WMMA, "if (first_column == 0) factors", "factors", "keys-9000 float16", 1),
+    Mutant(FRAGMENTS, "if (first_column == 0) factors", "factors", "keys-9000 float16", kernel=WMMA),
     Mutant(WMMA, "if (first != 0)", "", "keys-4090 float16"),
     Mutant(WMMA, "if (tile_begin(first + kTilesPerSum) < keys.any.end)", "", "keys-8192 float16"),
     Mutant(WMMA, "if (row.valid) {", "{", "lengths-63x65 float16"),
@@ -215,7 +215,7 @@ CHECKS = [
     ),
     Mutant(SEQUENCE, "-(1LL << 60)), 1LL << 60)", "-(1LL << 60)), 0x7fffffffffffffffLL)", "huge_offsets"),
     Mutant(SEQUENCE, "-(1LL << 60))", "-0x7fffffffffffffffLL - 1)", "huge_offsets"),
-    Mutant(NUMERIC, "value >> 63 ? 0x7fffffffffffffffLL : ", "", "huge_offsets"),
+    Mutant(SEGMENT, "value >> 63 ? 0x7fffffffffffffffLL : ", "", "huge_offsets"),
     Mutant(SEGMENT, "if (i > params.num_sequences) return params.seqlen_q;", "", "packed-plain-True float16"),
     Mutant(SEGMENT, "min(value, params.seqlen_q)", "value", "malformed-outside"),
     Mutant(SEGMENT, "max(ends[i], ends[i - 1])", "ends[i]", "malformed-late_and_falling"),
@@ -240,7 +240,8 @@ def _barriers() -> list[Mutant]:
         seen: dict[str, int] = {}
         for match in _BARRIER.finditer(path.read_text()):
             text = match[0].strip()
-            found.append(Mutant(name, text, "", _EVERYWHERE, seen.setdefault(text, 0)))
+            kernel = WMMA if name == FRAGMENTS else ""
+            found.append(Mutant(name, text, "", _EVERYWHERE, seen.setdefault(text, 0), kernel))
             seen[text] += 1
     return found
 

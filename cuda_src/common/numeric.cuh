@@ -112,24 +112,6 @@ __device__ __forceinline__ Accumulator load_float(const char* address, int dtype
     }
 }
 
-// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
-// saturate.
-__device__ __forceinline__ long long load_integer(const char* address, int size) {
-    switch (size) {
-        case -1: return load_bits<signed char>(address);
-        case 1: return load_bits<unsigned char>(address);
-        case -2: return load_bits<short>(address);
-        case 2: return load_bits<unsigned short>(address);
-        case -4: return load_bits<int>(address);
-        case 4: return load_bits<unsigned int>(address);
-        case -8: return load_bits<long long>(address);
-        default: {
-            const unsigned long long value = load_bits<unsigned long long>(address);
-            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
-        }
-    }
-}
-
 // Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is
 // exact.
 __device__ __forceinline__ float narrow_to_odd(double value) {

@@ -6,6 +6,24 @@
 
 namespace cuflash {
 
+// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
+// saturate.
+__device__ __forceinline__ long long load_integer(const char* address, int size) {
+    switch (size) {
+        case -1: return load_bits<signed char>(address);
+        case 1: return load_bits<unsigned char>(address);
+        case -2: return load_bits<short>(address);
+        case 2: return load_bits<unsigned short>(address);
+        case -4: return load_bits<int>(address);
+        case 4: return load_bits<unsigned int>(address);
+        case -8: return load_bits<long long>(address);
+        default: {
+            const unsigned long long value = load_bits<unsigned long long>(address);
+            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
+        }
+    }
+}
+
 __device__ __forceinline__ long long divide(long long a, long long b) {
     if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
     return a / b;

@@ -19,21 +19,6 @@ __device__ __forceinline__ float relative_weight(float difference, float multipl
     return exp2_approximate(multiply_add(difference, multiplier, static_cast<float>(kWeightBits)));
 }
 
-// What a lane knows of its rows so far.
-template <int kRows>
-struct RunningWeights {
-    float row_max[kRows];
-    float row_sum[kRows];  // of this lane's keys alone
-
-    __device__ __forceinline__ RunningWeights() {
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            row_max[i] = -infinity();
-            row_sum[i] = 0;
-        }
-    }
-};
-
 // Four neighbouring weights, rounded. (tf32 is rounded when it is loaded, as the other operands are.)
 struct alignas(4 * sizeof(Element)) FourWeights {
     unsigned int words[sizeof(Element)];

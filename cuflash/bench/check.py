@@ -6,7 +6,6 @@ its tile, find what kernels get wrong; that the rest is finite costs one pass ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
@@ -102,32 +101,31 @@ def exact_result(inputs: Inputs, xp: Any) -> Exact:
     """Compute some rows of every head in float64, with the library `xp`, numpy or cupy, that made the inputs."""
     case = inputs.case
     rows = sampled_rows(case)
+    seen = [visible(case, some, xp) for some in rows]
     # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
     with one_blas_thread:
         heads = [
-            xp.concatenate(list(_exact_rows(inputs, batch, head, rows, xp)))
+            xp.concatenate([_exact_rows(inputs, batch, head, *some, xp) for some in zip(rows, seen, strict=True)])
             for batch, head in np.ndindex(case.batch, case.heads)
         ]
         values = to_host(xp.stack(heads))
     return Exact(case, rows, values.reshape(case.batch, case.heads, -1, case.head_dim_v))
 
 
-def _exact_rows(inputs: Inputs, batch: int, head: int, rows: list[slice], xp: Any) -> Iterator[Any]:
+def _exact_rows(inputs: Inputs, batch: int, head: int, rows: slice, seen: Any, xp: Any) -> Any:
     case = inputs.case
     kv_head = head // (case.heads // case.kv_heads)
     k, v = (x[batch, kv_head].astype(np.float64) for x in (inputs.k, inputs.v))
-    for some in rows:
-        scores = (inputs.q[batch, head, some].astype(np.float64) @ k.T) * case.head_dim**-0.5
-        if case.softcap is not None:
-            scores = case.softcap * xp.tanh(scores / case.softcap)
-        if inputs.bias is not None:
-            scores = scores + inputs.bias[head, some].astype(np.float64)
-        seen = visible(case, some, xp)
-        # A query that sees nothing keeps the weights of these scores, all of them 0.
-        scores = xp.where(seen, scores, -1e300)
-        weights = xp.where(seen, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-        total = weights.sum(-1, keepdims=True)
-        yield weights @ v / xp.where(total == 0.0, 1.0, total)
+    scores = (inputs.q[batch, head, rows].astype(np.float64) @ k.T) * case.head_dim**-0.5
+    if case.softcap is not None:
+        scores = case.softcap * xp.tanh(scores / case.softcap)
+    if inputs.bias is not None:
+        scores = scores + inputs.bias[head, rows].astype(np.float64)
+    # A query that sees nothing keeps the weights of these scores, all of them 0.
+    scores = xp.where(seen, scores, -1e300)
+    weights = xp.where(seen, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
+    total = weights.sum(-1, keepdims=True)
+    return weights @ v / xp.where(total == 0.0, 1.0, total)
 
 
 def check(exact: Exact, out: Any, xp: Any) -> Verdict:
