@@ -23,6 +23,8 @@ from .arrays import (
 from .knobs import FLOAT32_PRECISION
 
 MAX_HEAD_DIM = 512
+BOUNDARY = 16
+"""Bytes; where partial results begin in a workspace."""
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -176,6 +178,13 @@ def parse_window(window: Any, right: int | None) -> tuple[int | None, int | None
     return left, window_right if right is None else right
 
 
+def hashable_window(window: Any) -> Any:
+    """Return a key for `window` that tells (1, 2) from (True, 2) and (1.0, 2), which are equal but not both valid."""
+    if type(window) in (tuple, list):
+        return (*window, *map(type, window))
+    return window, type(window)
+
+
 def _real(name: str, x: Any, hint: str) -> float:
     is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
     if not is_number or isinstance(x, (bool, np.bool_)):
@@ -290,6 +299,11 @@ def check_workspace(infos: dict[str, ArrayInfo], workspace: Any) -> None:
         )
     _check_result("workspace", info, info.shape, list(infos.items()))
     infos["workspace"] = info
+
+
+def workspace_size(pointer: int, size: int) -> int:
+    """Bytes of a workspace from the first boundary on."""
+    return size - -pointer % BOUNDARY
 
 
 def check_cu_seqlens(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:

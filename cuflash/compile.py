@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 from . import knobs
-from .plan import Macros, Plan
+from .plan import Build, Macros, Plan
 
 
 class KernelCompileError(RuntimeError):
@@ -61,7 +61,7 @@ _functions: dict[tuple[str, Macros, int], Any] = {}
 _locks: dict[tuple[str, Macros, int], Lock] = {}
 
 
-def kernel_function(plan: Plan, device_id: int) -> Any:
+def kernel_function(plan: Plan | Build, device_id: int) -> Any:
     """Return the compiled kernel as CuPy's Function on that device, from memory, CuPy's disk cache or the compiler."""
     key = (plan.kernel, plan.macros, device_id)
     function = _functions.get(key)
@@ -73,7 +73,7 @@ def kernel_function(plan: Plan, device_id: int) -> Any:
     return function
 
 
-def _build(plan: Plan, device_id: int) -> Any:
+def _build(plan: Plan | Build, device_id: int) -> Any:
     import cupy
 
     text = entry_text(plan.kernel, plan.macros)

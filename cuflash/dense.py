@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .launch import execute, find, hashable_window
+from .checks import hashable_window
+from .launch import execute, find
 from .problem import describe_attention
 
 
@@ -81,7 +82,8 @@ def attention(
     out_dtype : dtype, optional
         float16, bfloat16, float32 or float64; default the dtype of `out`, or of `q`.
     workspace : uint8 array, optional
-        Scratch memory of at least as many bytes as ``explain(...)`` names, instead of an allocation per call.
+        Scratch memory of at least as many bytes as ``explain(...)`` names, instead of an allocation per call. Calls
+        with few queries and many keys need it, whose keys are split over several blocks of the GPU.
 
     Returns
     -------
@@ -135,8 +137,12 @@ def attention(
     if not (out is lse is bias is mask is alibi_slopes is sinks is offset_array is None):
         others = (out, lse, bias, mask, alibi_slopes, sinks, offset_array, None, None)
     key, launch, pointers = find(q, k, v, others, options)
-    if launch is not None and workspace is None and ((out is None and lse is None) or launch.results_apart(pointers)):
-        return launch.run(pointers, out, lse)
+    if (
+        launch is not None
+        and (workspace is None or launch.takes(workspace, pointers))
+        and ((out is None and lse is None) or launch.results_apart(pointers))
+    ):
+        return launch.run(pointers, out, lse, workspace)
     problem, infos = describe_attention(
         q, k, v, causal=causal, window=window, query_offset=query_offset, scale=scale, bias=bias, mask=mask,
         softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out,

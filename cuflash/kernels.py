@@ -176,7 +176,7 @@ _SCALAR_TILES = {
         Tile(16, 64, 128), Tile(16, 32, 128), Tile(8, 32, 32), Tile(4, 16, 32),
     ),
 }  # fmt: skip
-_TILE_MAP_BYTES = 14 * 8
+_TILE_MAP_BYTES = 16 * 8
 """sizeof(TileMap) of sequence.cuh."""
 
 
@@ -321,6 +321,10 @@ KERNELS = (
         min_blocks=scalar_min_blocks,
     ),
 )
+
+
+HELPERS = ("combine",)
+"""Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
 
 
 def kernel_names() -> list[str]:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import sys
 from functools import lru_cache
 from itertools import product
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from . import compile as compile_module
 from .arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from .checks import workspace_size
 from .host import execute_on_host
 from .kernels import Device
 from .knobs import settings
@@ -30,8 +30,10 @@ from .params import (
     pack_pointers_into,
     pack_problem_lengths,
 )
-from .plan import MAX_GRID, Plan, heads_per_tile, make_plan, rows_worth_a_tile
+from .plan import MAX_GRID, Plan, make_plan, plan_other_lengths
 from .problem import Operand, Problem, result_rows
+from .splits import partial_results
+from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
@@ -77,7 +79,7 @@ class Form:
         q, k, v
             CuPy arrays without options beside them, of the dtypes, leading axes, heads and features of this form.
         """
-        problem, plan = self.problem, self.plan
+        problem = self.problem
         q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
         seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
         bits = 0
@@ -86,17 +88,12 @@ class Form:
                 bits |= stride
         itemsize = ITEMSIZE[problem.dtype]
         same_layout = bits & 15 == 0 and q_strides[-1] == k_strides[-1] == v_strides[-1] == itemsize
-        num_batch, group_size, tile = len(problem.batch), plan.group_size, plan.tile
-        num_planes = plan.num_batches * problem.num_heads_q
-        num_m_blocks = -(-seqlen_q * plan.packed_heads // tile.block_m)
-        num_blocks = num_m_blocks * (num_planes // plan.packed_heads)
-        if (
-            not same_layout
-            or seqlen_k != v.shape[-2]
-            or not 0 < num_blocks <= MAX_GRID
-            or plan.packed_heads != heads_per_tile(seqlen_q, group_size, tile)
-            or plan.useful_rows != rows_worth_a_tile(seqlen_q, group_size, num_planes, device_info(self.device_id))
-        ):
+        if not same_layout or seqlen_k != v.shape[-2]:
+            return None
+        offset = seqlen_k - seqlen_q if problem.bottom_right else problem.query_offset
+        device = device_info(self.device_id)
+        plan = plan_other_lengths(problem, self.plan, device, seqlen_q, seqlen_k, offset)
+        if plan is None or not 0 < plan.num_blocks <= MAX_GRID:
             return None
         rows = (*problem.batch, problem.num_heads_q, seqlen_q)
         out = Operand(
@@ -105,19 +102,28 @@ class Form:
         lse = None
         if problem.lse is not None:
             lse = Operand(problem.lse_dtype, strides_like(rows, q_strides, ITEMSIZE[problem.lse_dtype]), 16)
+        to_out: Operand = out
+        to_lse, split_strides, split = lse, (0, 0), None
+        if plan.num_splits > 1:
+            whole = problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k, out=out, lse=lse)
+            split = split_of(whole, plan, self.device_id)
+            to_out, to_lse, split_strides = split.out, split.lse, split.strides
+        num_batch = len(problem.batch)
         lengths = pack_lengths(
             *dense_strides(q_strides, num_batch),
             *dense_strides(k_strides, num_batch),
             *dense_strides(v_strides, num_batch),
-            *dense_strides(out.strides, num_batch),
-            *dense_strides(lse.strides if lse else (), num_batch if lse else 0),
+            *dense_strides(to_out.strides, num_batch),
+            *dense_strides(to_lse.strides if to_lse else (), num_batch if to_lse else 0),
             seqlen_q,
             seqlen_k,
-            seqlen_k - seqlen_q if problem.bottom_right else problem.query_offset,
-            num_m_blocks,
+            offset,
+            plan.num_m_blocks,
             0,
+            plan.num_splits,
+            *split_strides,
         )
-        return Launch(self, (((num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse)
+        return Launch(self, plan, (((plan.num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse, split)
 
 
 Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
@@ -127,29 +133,31 @@ Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
 class Launch:
     """A planned and compiled call, ready for new addresses."""
 
-    __slots__ = ("_extents", "_lse", "_out", "_parts", "_seqlens", "form")
+    __slots__ = ("_extents", "_lse", "_out", "_parts", "_seqlens", "_split", "form", "plan")
 
     def __init__(
         self,
         form: Form,
+        plan: Plan,
         parts: tuple[Part, ...],
         rows: tuple[int, ...],
         seqlen_k: int,
         out: Operand,
         lse: Operand | None,
+        split: Split | None,
     ) -> None:
         self.form = form
+        self.plan = plan
         self._parts = parts
+        self._split = split
         self._seqlens = rows[-1] if form.problem.op == "attention" else rows[0], seqlen_k
-        self._out = _Result((*rows, form.problem.head_dim_v), out)
-        self._lse = _Result(rows, lse) if lse is not None else None
+        self._out = Result((*rows, form.problem.head_dim_v), out)
+        self._lse = Result(rows, lse) if lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
 
     def __str__(self) -> str:
         seqlen_q, seqlen_k = self._seqlens
-        problem = self.form.problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        plan = self.form.plan._replace(num_blocks=sum(grid[0] for grid, _, _ in self._parts))
-        return f"{problem} -> {plan}"
+        return f"{self.form.problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)} -> {self.plan}"
 
     def set_extents(self, infos: dict[str, ArrayInfo]) -> None:
         """Note how far each array reaches from its address, for `results_apart`."""
@@ -168,20 +176,57 @@ class Launch:
                 return False
         return True
 
-    def run(self, pointers: list[int], out: Any, lse: Any) -> Any:
+    def takes(self, workspace: Any, pointers: list[int]) -> bool:
+        """Whether a given workspace certainly serves the call (False: look closer)."""
+        gpu_type: Any = _gpu_type()
+        if self._extents is None or type(workspace) is not gpu_type or workspace.dtype != np.uint8:
+            return False
+        data, size = workspace.data, workspace.size
+        if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.form.device_id:
+            return False
+        low, high = data.ptr, data.ptr + size
+        apart = all(
+            p + end <= low or high <= p + begin or begin == end
+            for p, (begin, end) in zip(pointers, self._extents, strict=True)
+        )
+        return apart and workspace_size(low, size) >= self.plan.workspace
+
+    def run(self, pointers: list[int], out: Any, lse: Any, workspace: Any = None) -> Any:
         """Run on the current stream of the arrays' device; `pointers` are the addresses in the order of the struct."""
         form = self.form
         if form.get_device() != form.device_id:
             with form.cupy.cuda.Device(form.device_id):
-                return self.run(pointers, out, lse)
+                return self.run(pointers, out, lse, workspace)
         if settings().log:
             print(f"cuflash: {self}", file=sys.stderr)
+        if self._split is not None:
+            return self._run_split(self._split, pointers, out, lse, workspace)
         if out is None:
             out = self._out.allocate(form.cupy)
             pointers[3] = out.data.ptr
         if self._lse is not None and lse is None:
             lse = self._lse.allocate(form.cupy)
             pointers[4] = lse.data.ptr
+        self._start(pointers)
+        return out if self._lse is None else (out, lse)
+
+    def _run_split(self, split: Split, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
+        """Write partial results into a workspace, then join them."""
+        cupy = self.form.cupy
+        allocates = out is None
+        out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
+        if allocates:
+            pointers[3] = out.data.ptr
+        if self._lse is not None and lse is None:
+            lse = self._lse.allocate(cupy)
+            pointers[4] = lse.data.ptr
+        result, pointers[3:5] = pointers[3:5], (address, address + split.lse_offset)
+        self._start(pointers)
+        split.combine(address, *result)
+        return out if self._lse is None else (out, lse)
+
+    def _start(self, pointers: list[int]) -> None:
+        form = self.form
         # A buffer of this call's own while it lasts: other threads, and calls that interrupt this one, take another.
         try:
             arguments = _free_arguments.pop()
@@ -193,12 +238,13 @@ class Launch:
             arguments.memory[POINTERS_SIZE:] = packed
             form.function(grid, form.block, arguments.by_value, form.plan.shared_memory)
         _free_arguments.append(arguments)
-        return out if self._lse is None else (out, lse)
 
 
 def _parts(form: Form) -> tuple[Part, ...]:
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     problem, plan = form.problem, form.plan
+    if plan.num_splits > 1:
+        problem = partial_results(problem)
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = None
@@ -213,26 +259,6 @@ def _parts(form: Form) -> tuple[Part, ...]:
             grid = (min(MAX_GRID, plan.num_blocks - first_block),)
             parts.append((grid, pack_problem_lengths(problem, plan, first_block) + form.packed, offsets))
     return tuple(parts)
-
-
-class _Result:
-    """Shape, type and layout of a result to allocate."""
-
-    __slots__ = ("dtype", "shape", "strides")
-
-    def __init__(self, shape: tuple[int, ...], operand: Operand) -> None:
-        self.shape = shape
-        self.dtype = DTYPES[operand.dtype]
-        strides = operand.strides[len(operand.strides) - len(shape) :]
-        # New results are packed, so falling strides mean C order.
-        plain = 0 in shape or list(strides) == sorted(strides, reverse=True)
-        self.strides = None if plain else strides
-
-    def allocate(self, cupy: Any) -> Any:
-        if self.strides is None:
-            return cupy.empty(self.shape, self.dtype)
-        memory = cupy.empty(prod(self.shape), self.dtype)
-        return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides)
 
 
 _found_gpu_type: type | None = None
@@ -330,22 +356,18 @@ def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     cache[key] = value
 
 
-def hashable_window(window: Any) -> Any:
-    """Return a key for `window` that tells (1, 2) from (True, 2) and (1.0, 2), which are equal but not both valid."""
-    if type(window) in (tuple, list):
-        return (*window, *map(type, window))
-    return window, type(window)
-
-
 def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
     """Compute a checked problem; `out` and `lse` are the caller's own objects, which are returned if given."""
     device_id = infos["q"].device
     if device_id == HOST:
         return execute_on_host(problem, infos, settings(), out, lse)
     plan = make_plan(problem, device_info(device_id), settings())
+    check_size(infos, plan.workspace)
     form = Form(problem, plan, device_id)
-    launch = Launch(form, _parts(form), result_rows(problem), problem.seqlen_k, problem.out, problem.lse)
-    if "out" in infos or "lse" in infos:
+    split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
+    rows = result_rows(problem)
+    launch = Launch(form, plan, _parts(form), rows, problem.seqlen_k, problem.out, problem.lse, split)
+    if "out" in infos or "lse" in infos or "workspace" in infos:
         launch.set_extents(infos)
     if key is not None:
         _remember(_launches, key, launch)
@@ -356,7 +378,8 @@ def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, l
     for name in POINTERS:
         info = infos.get(_INFO_NAMES.get(name, name))
         pointers.append(info.pointer if info else 0)
-    return launch.run(pointers, out, lse)
+    workspace = infos["workspace"].array if "workspace" in infos else None
+    return launch.run(pointers, out, lse, workspace)
 
 
 def _varies_by_length(problem: Problem, plan: Plan) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from .arrays import ITEMSIZE
 from .problem import Operand, Problem
+from .splits import split_strides
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -27,7 +28,10 @@ POINTERS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
 )
-_LENGTHS = ("seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "first_block")
+_LENGTHS = (
+    "seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "first_block", "num_splits", "out_split_stride",
+    "lse_split_stride",
+)  # fmt: skip
 _INT64 = ("num_batches", "num_sequences", "window_left", "window_right")
 _INT32 = (
     "num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "longest_first", "offset_from_lengths",
@@ -130,12 +134,13 @@ def pack_form(problem: Problem, plan: Plan) -> bytes:
 
 
 def pack_problem_lengths(problem: Problem, plan: Plan, first_block: int) -> bytes:
-    """Pack what depends on lengths, for one launch of a plan."""
+    """Pack what depends on lengths, for one launch of a plan; with splits `problem` is that of partial results."""
     values: list[int] = []
     for name, operand in zip(POINTERS[:5], problem.operands[:5], strict=True):
         values += _strides(problem, plan, name, operand)
     offset = problem.query_offset or 0
-    return pack_lengths(*values, problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, first_block)
+    values += (problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, first_block, plan.num_splits)
+    return pack_lengths(*values, *(split_strides(problem) if plan.num_splits > 1 else (0, 0)))
 
 
 def _integer_size(operand: Operand | None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -9,16 +10,34 @@ from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
 from .knobs import Settings
 from .params import BATCH_AXES
 from .problem import Problem, common_alignment
+from .splits import (
+    ENOUGH_THREADS,
+    choose_splits,
+    keys_of_a_tile,
+    partial_results,
+    splits_allowed,
+    workspace_bytes,
+)
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
 SMALLEST_USEFUL_TILE = 16
 """Rows below which a tile saves nothing: its keys are loaded all the same."""
 LARGEST_TILE = 1024
+TALL_TILE = 64
+"""Rows from which on a taller tile saves so little that splitting the keys for it would cost more."""
 CACHE_SIZE = 4096
 
 Macros = tuple[tuple[str, str | int], ...]
 Axes = tuple[tuple[int, int], ...]
+
+
+class Build(NamedTuple):
+    """What a kernel that is not in the table is compiled for."""
+
+    kernel: str
+    macros: Macros
+    shared_memory: int
 
 
 class Plan(NamedTuple):
@@ -29,6 +48,7 @@ class Plan(NamedTuple):
     """What the kernel is compiled for, as names and values of CUFLASH_* macros: no lengths, no strides."""
     tile: Tile
     num_blocks: int
+    """Tiles times splits."""
     shared_memory: int
     """Bytes per block."""
     workspace: int
@@ -44,46 +64,59 @@ class Plan(NamedTuple):
     """Tile height worth having for these lengths; the tile is chosen by it."""
     outer_axes: Axes
     """Axis and length of those beyond four: one launch for each of their indices."""
+    num_splits: int = 1
+    """Blocks that share the keys of one tile; if more than one, their results are partial and get combined."""
+    resident_blocks: int = 0
+    """Blocks that keep the device busy; 0 for a kernel that writes no partial results."""
 
     def __str__(self) -> str:
+        splits = f" ({self.num_splits} splits, {self.workspace} bytes of workspace)" if self.num_splits > 1 else ""
         return (
-            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks, "
+            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks{splits}, "
             f"{self.shared_memory} bytes of shared memory"
         )
 
 
-def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
-    """Choose kernel and tile; ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem."""
+def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: int | None = None) -> Plan:
+    """Choose kernel, tile and splits (None: as many as help).
+
+    ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
+    """
     varlen = problem.op == "attention_varlen"
     batch, seqlen_q, num_heads_q = problem.batch, problem.seqlen_q, problem.num_heads_q
     group_size = num_heads_q // problem.num_heads_kv if num_heads_q else 1
-    average_rows = seqlen_q // max(batch[0], 1) if varlen else seqlen_q
+    # Of packed sequences the host knows the average length only. A bad guess costs time, and nothing else.
+    average_rows, average_keys = (n // max(batch[0], 1) if varlen else n for n in (seqlen_q, problem.seqlen_k))
     num_planes = num_heads_q * prod(batch)
-    useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device)
-    kernel, tile, macros, shared_memory = _choose(problem, device, settings, useful_rows)
+    num_keys = keys_of_a_tile(problem, average_rows, average_keys, problem.query_offset, TALL_TILE)
+    useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device, num_keys)
+    choice = _choose(problem, device, settings, useful_rows)
+    resident_blocks = _resident_blocks(choice, device)
+    if num_splits is None:
+        packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
+        head_tiles = (num_heads_q if varlen else num_planes) // packed_heads
+        num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * head_tiles
+        num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n)
+    if num_splits > 1:
+        choice = _choose(partial_results(problem), device, settings._replace(kernel=choice.kernel), useful_rows)
 
+    tile = choice.tile
     packed_heads = heads_per_tile(average_rows, group_size, tile)
-    num_rows = seqlen_q * packed_heads
+    num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     batch_axes: Axes = ()
     outer_axes: Axes = ()
-    num_batches = 1
-    if varlen:
-        # Every sequence, and the tokens before and behind them all, may end in a partial tile.
-        num_m_blocks = num_rows // tile.block_m + min(batch[0] + 2, seqlen_q)
-    else:
-        num_m_blocks = -(-num_rows // tile.block_m)
+    if not varlen:
         batch_axes = tuple(enumerate(batch))
         if len(batch) > BATCH_AXES:
-            outer_axes, batch_axes = _merge_axes(problem)
-        for _, length in batch_axes:
-            num_batches *= length
+            outer_axes, batch_axes = _walked_axes(problem if num_splits == 1 else partial_results(problem))
+    num_batches = prod(length for _, length in batch_axes)
     return Plan(
-        kernel,
-        macros,
+        choice.kernel,
+        choice.macros,
         tile,
-        num_m_blocks * (num_heads_q // packed_heads) * num_batches,
-        shared_memory,
-        0,
+        num_m_blocks * (num_heads_q // packed_heads) * num_batches * num_splits,
+        choice.shared_memory,
+        workspace_bytes(problem, num_splits),
         num_batches,
         num_m_blocks,
         group_size,
@@ -92,11 +125,54 @@ def make_plan(problem: Problem, device: Device, settings: Settings) -> Plan:
         batch_axes,
         useful_rows,
         outer_axes,
+        num_splits,
+        resident_blocks,
     )
 
 
-def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Device) -> int:
+def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
+    num_rows = problem.seqlen_q * packed_heads
+    if problem.op == "attention_varlen":
+        # Every sequence, and the tokens before and behind them all, may end in a partial tile.
+        return num_rows // tile.block_m + min(problem.batch[0] + 2, problem.seqlen_q)
+    return -(-num_rows // tile.block_m)
+
+
+def _resident_blocks(choice: Choice, device: Device) -> int:
+    if not choice.splits:
+        return 0
+    return min(choice.min_blocks, -(-ENOUGH_THREADS // choice.tile.num_threads)) * device.num_multiprocessors
+
+
+def plan_other_lengths(
+    problem: Problem, plan: Plan, device: Device, seqlen_q: int, seqlen_k: int, offset: int | None
+) -> Plan | None:
+    """Plan a dense problem with other lengths; None where that changes the build or what of lengths it rests on."""
+    tile, packed_heads = plan.tile, plan.packed_heads
+    num_planes = plan.num_batches * problem.num_heads_q
+    num_keys = keys_of_a_tile(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
+    if (
+        packed_heads != heads_per_tile(seqlen_q, plan.group_size, tile)
+        or plan.useful_rows != rows_worth_a_tile(seqlen_q, plan.group_size, num_planes, device, num_keys)
+    ):  # fmt: skip
+        return None
+    num_m_blocks = -(-seqlen_q * packed_heads // tile.block_m)
+    num_tiles = num_m_blocks * (num_planes // packed_heads)
+    num_splits = choose_splits(num_tiles, plan.resident_blocks, num_keys, tile.block_n)
+    if (num_splits == 1) != (plan.num_splits == 1):
+        return None
+    workspace = 0
+    if num_splits > 1:
+        workspace = workspace_bytes(problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k), num_splits)
+    return plan._replace(
+        num_blocks=num_tiles * num_splits, num_m_blocks=num_m_blocks, num_splits=num_splits, workspace=workspace
+    )
+
+
+def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Device, num_keys: int) -> int:
     """Tile height worth having: not above the rows of one key head, and low enough to occupy every multiprocessor.
+
+    Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better.
 
     Parameters
     ----------
@@ -108,8 +184,14 @@ def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Devic
         Query heads in all batches.
     device
         The GPU.
+    num_keys
+        Keys that a tile sees, at most.
     """
-    limit = min(rows * group_size, rows * num_planes // device.num_multiprocessors)
+    rows_in_all = rows * num_planes
+    by_device = rows_in_all // device.num_multiprocessors
+    if by_device < TALL_TILE:
+        by_device = min(TALL_TILE, rows_in_all * splits_allowed(num_keys) // device.num_multiprocessors)
+    limit = min(rows * group_size, by_device)
     return max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
 
 
@@ -118,17 +200,22 @@ def heads_per_tile(rows: int, group_size: int, tile: Tile) -> int:
     return group_size if rows < tile.block_m else 1
 
 
-class _Choice(NamedTuple):
+class Choice(NamedTuple):
+    """What does not depend on lengths beyond the tile height worth having."""
+
     kernel: str
     tile: Tile
     macros: Macros
     shared_memory: int
+    min_blocks: int
+    splits: bool
+    """Whether the kernel can write partial results, whose type may be another than that of the inputs."""
 
 
-_choices: dict[tuple, _Choice] = {}
+_choices: dict[tuple, Choice] = {}
 
 
-def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: int) -> _Choice:
+def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: int) -> Choice:
     """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `useful_rows`.
 
     The key must hold whatever a row's `refusal`, `tiles`, `shared_memory` and `min_blocks` look at.
@@ -147,7 +234,10 @@ def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: i
         macros = _macros(spec, p, tile, device, alignment)
         if len(_choices) >= CACHE_SIZE:
             _choices.clear()
-        choice = _choices[key] = _Choice(spec.name, tile, macros, spec.shared_memory(p, tile))
+        shared_memory, min_blocks = spec.shared_memory(p, tile), spec.min_blocks(p, tile, device)
+        choice = _choices[key] = Choice(
+            spec.name, tile, macros, shared_memory, min_blocks, "out_dtype" in spec.features
+        )
     return choice
 
 
@@ -182,12 +272,14 @@ def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: S
     raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
 
 
-def _merge_axes(problem: Problem) -> tuple[Axes, Axes]:
-    """Merge neighbouring leading axes that every operand steps through as one; return (outer, inner) axes."""
-    operands = [operand.strides for operand in problem.operands if operand is not None]
+def merge_axes(shape: tuple[int, ...], operands: Sequence[tuple[int, ...]]) -> Axes:
+    """Merge neighbouring axes that every operand steps through as one, given its strides.
+
+    Each result is the last axis of those it stands for and the product of their lengths; axes of length 1 are left out.
+    """
     merged: list[tuple[int, int]] = []
-    for axis in range(len(problem.batch) - 1, -1, -1):
-        length = problem.batch[axis]
+    for axis in range(len(shape) - 1, -1, -1):
+        length = shape[axis]
         if length == 1:
             continue
         if merged:
@@ -196,9 +288,14 @@ def _merge_axes(problem: Problem) -> tuple[Axes, Axes]:
                 merged[-1] = (inner_axis, inner_length * length)
                 continue
         merged.append((axis, length))
-    merged.reverse()
+    return tuple(reversed(merged))
+
+
+def _walked_axes(problem: Problem) -> tuple[Axes, Axes]:
+    """Leading axes that need a launch each, and those that the kernel walks, after merging."""
+    merged = merge_axes(problem.batch, [operand.strides for operand in problem.operands if operand is not None])
     split = max(0, len(merged) - BATCH_AXES)
-    return tuple(merged[:split]), tuple(merged[split:])
+    return merged[:split], merged[split:]
 
 
 def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alignment: int) -> Macros:

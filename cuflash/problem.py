@@ -302,10 +302,11 @@ def _operand(info: ArrayInfo, target: tuple[int, ...]) -> Operand:
         strides = (0,) * missing + tuple(
             0 if length == 1 else stride for length, stride in zip(shape, strides, strict=True)
         )
-    return Operand(info.dtype, strides, _alignment(info.pointer, target, strides))
+    return Operand(info.dtype, strides, alignment_of(info.pointer, target, strides))
 
 
-def _alignment(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+def alignment_of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return the largest power of two up to 16 that divides the address and every stride but the last."""
     bits = pointer | 16
     for stride in strides[:-1]:
         bits |= stride
@@ -326,7 +327,7 @@ def _result_operand(
         return _operand(with_heads(given) if name == "out" else given, shape)
     strides = strides_like(shape, like.strides, ITEMSIZE[dtype])
     # Address 0 stands for an allocation, which begins on a boundary of at least 16 bytes.
-    return Operand(dtype, strides, _alignment(0, shape, strides))
+    return Operand(dtype, strides, alignment_of(0, shape, strides))
 
 
 def common_alignment(problem: Problem) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .launch import execute, find, hashable_window
+from .checks import hashable_window
+from .launch import execute, find
 from .problem import describe_varlen
 
 

@@ -13,6 +13,7 @@ from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
 from cuflash.problem import describe_attention, result_rows
+from cuflash.workspace import split_of
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 
@@ -37,9 +38,11 @@ def _array(shape: tuple[int, ...], dtype: Any, order: str) -> Any:
 
 def _planned(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[launch.Form, launch.Launch]:
     problem, _ = describe_attention(q, k, v, **options)
-    form = launch.Form(problem, make_plan(problem, device_of(90), AUTOMATIC), 0)
-    rows = result_rows(problem)
-    return form, launch.Launch(form, launch._parts(form), rows, problem.seqlen_k, problem.out, problem.lse)
+    plan = make_plan(problem, device_of(90), AUTOMATIC)
+    form = launch.Form(problem, plan, 0)
+    split = split_of(problem, plan, 0) if plan.num_splits > 1 else None
+    rows, parts = result_rows(problem), launch._parts(form)
+    return form, launch.Launch(form, plan, parts, rows, problem.seqlen_k, problem.out, problem.lse, split)
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -78,6 +81,7 @@ def test_other_lengths(
         return q, *(_array((*batch, heads_kv, m, d), dtype, order) for d in (head_dim, head_dim_v))
 
     lengths = [(1, 1), (1, 70), (3, 500), (40, 41), (100, 100), (129, 1000), (2000, 17), (4096, 4096)]
+    lengths += [(1, 2000), (2, 100_000), (3, 99_999)]
     planned = [_planned(*arrays(n, m), options) for n, m in lengths]
     reused = 0
     for form, _ in planned:
@@ -90,6 +94,7 @@ def test_other_lengths(
             reused += 1
             assert found._parts == expected._parts
             assert str(found) == str(expected)
+            assert found._split == expected._split
             for name in ("_out", "_lse"):
                 ours, theirs = getattr(found, name), getattr(expected, name)
                 assert (ours is None) == (theirs is None)

@@ -86,7 +86,7 @@ CASES: list[tuple[str, Problem, int]] = [
     ("D=192 Dv=128", dense(gpu((4, 16, 999, 192)), v=gpu((4, 16, 999, 128))), 90),
     ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
     ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
-    ("MQA, seven queries", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
+    ("MQA, 7 queries", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
     ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
     ("no queries", dense(gpu((2, 4, 0, 64)), gpu((2, 4, 7, 64))), 90),
@@ -118,38 +118,38 @@ CASES: list[tuple[str, Problem, int]] = [
 GOLDEN = """\
 float16 D=64, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
 bfloat16 D=64, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
-float32 D=64, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 16, x3
-float64 D=64, forward_scalar, 128x64/256, grid 2048, 202864 B, batch 0:4, D 64/64, align 16, x1
+float32 D=64, forward_scalar, 64x64/128, grid 4096, 69760 B, batch 0:4, D 64/64, align 16, x3
+float64 D=64, forward_scalar, 128x64/256, grid 2048, 202880 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2, longest first
 bfloat16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2, longest first
-float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x2, longest first
-float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168048 B, batch 0:4, D 128/128, align 16, x1, longest first
+float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x2, longest first
+float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168064 B, batch 0:4, D 128/128, align 16, x1, longest first
 float16 D=256, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
 bfloat16 D=256, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
-float32 D=256, forward_scalar, 64x64/256, grid 4096, 118896 B, batch 0:4, D 256/256, align 16, x1
-float64 D=256, forward_scalar, 32x64/256, grid 8192, 150640 B, batch 0:4, D 256/256, align 16, x1
-float16 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
-bfloat16 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
-float32 D=512, forward_scalar, 64x64/256, grid 4096, 184432 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512, forward_scalar, 32x32/256, grid 8192, 174192 B, batch 0:4, D 512/512, align 16, x1
-float32 D=1, forward_scalar, 64x64/128, grid 4096, 32880 B, batch 0:4, D 16/16, align 4, x3
-float32 D=16, forward_scalar, 64x64/128, grid 4096, 32880 B, batch 0:4, D 16/16, align 16, x3
-float32 D=17, forward_scalar, 64x64/128, grid 4096, 45168 B, batch 0:4, D 32/32, align 4, x3
-float32 D=33, forward_scalar, 64x64/128, grid 4096, 69744 B, batch 0:4, D 64/64, align 4, x3
-float32 D=65, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 4, x2
-float32 D=80, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 16, x2
-float32 D=96, forward_scalar, 64x64/128, grid 4096, 61552 B, batch 0:4, D 96/96, align 16, x2
-float32 D=192, forward_scalar, 64x64/256, grid 4096, 102512 B, batch 0:4, D 192/192, align 16, x1
-float32 D=257, forward_scalar, 64x64/256, grid 4096, 135280 B, batch 0:4, D 320/320, align 4, x1
-float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39024 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60528 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86128 B, batch 0:4, D 128/128, align 16, x1
-float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34032 B, batch 0:4, D 512/512, align 16, x2
+float32 D=256, forward_scalar, 64x64/256, grid 4096, 118912 B, batch 0:4, D 256/256, align 16, x1
+float64 D=256, forward_scalar, 32x64/256, grid 8192, 150656 B, batch 0:4, D 256/256, align 16, x1
+float16 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
+bfloat16 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
+float32 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512, forward_scalar, 32x32/256, grid 8192, 174208 B, batch 0:4, D 512/512, align 16, x1
+float32 D=1, forward_scalar, 64x64/128, grid 4096, 32896 B, batch 0:4, D 16/16, align 4, x3
+float32 D=16, forward_scalar, 64x64/128, grid 4096, 32896 B, batch 0:4, D 16/16, align 16, x3
+float32 D=17, forward_scalar, 64x64/128, grid 4096, 45184 B, batch 0:4, D 32/32, align 4, x3
+float32 D=33, forward_scalar, 64x64/128, grid 4096, 69760 B, batch 0:4, D 64/64, align 4, x3
+float32 D=65, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 4, x2
+float32 D=80, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 16, x2
+float32 D=96, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 16, x2
+float32 D=192, forward_scalar, 64x64/256, grid 4096, 102528 B, batch 0:4, D 192/192, align 16, x1
+float32 D=257, forward_scalar, 64x64/256, grid 4096, 135296 B, batch 0:4, D 320/320, align 4, x1
+float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39040 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60544 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
+float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_wmma, 128x64/128, grid 2048, 49856 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_wmma, 128x64/128, grid 2048, 49856 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_wmma, 128x64/128, grid 2048, 58048 B, batch 0:4, D 32/32, align 16, x3
@@ -176,15 +176,15 @@ float16 D=256 on 120, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 
 tf32 D=64, forward_wmma, 128x32/128, grid 2048, 73920 B, batch 0:4, D 64/64, align 16, x2
 tf32 D=128, forward_wmma, 64x32/128, grid 4096, 78784 B, batch 0:4, D 128/128, align 16, x2
 tf32 D=256, forward_wmma, 64x16/128, grid 4096, 106688 B, batch 0:4, D 256/256, align 16, x2
-tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60528 B, batch 0:4, D 128/128, align 16, x1
-bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52336 B, batch 0:4, D 64/64, align 16, x1
-float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30832 B, batch 0:4, D 64/64, align 16, x1
+tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60544 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52352 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30848 B, batch 0:4, D 64/64, align 16, x1
 D=192 Dv=128, forward_wmma, 64x64/128, grid 1024, 87488 B, batch 0:4, D 192/128, align 16, x2
-GQA, one query, forward_wmma, 16x64/32, grid 64, 44032 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x5
+GQA, one query, forward_wmma, 16x64/32, grid 512, splits 8, 44032 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x5
 GQA, many queries, forward_wmma, 128x32/128, grid 8192, 73408 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA, seven queries, forward_wmma, 16x64/32, grid 112, 44032 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x5
-MHA, one query, forward_wmma, 16x64/32, grid 256, 44032 B, batch 0:8, D 128/128, align 16, x5
-digits, forward_scalar, 16x64/128, grid 38, 43632 B, D 64/16, align 4, x3
+MQA, 7 queries, forward_wmma, 64x64/128, grid 224, splits 7, 71104 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_wmma, 16x64/32, grid 1280, splits 5, 44032 B, batch 0:8, D 128/128, align 16, x5
+digits, forward_scalar, 16x64/128, grid 152, splits 4, 43648 B, D 64/16, align 4, x3
 no queries, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:2, D 64/64, align 16, x8
 no keys, forward_wmma, 16x64/32, grid 8, 25600 B, batch 0:2, D 64/64, align 16, x8
 no batch, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:0, D 64/64, align 16, x8
@@ -192,7 +192,7 @@ no heads, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:2, D 64/64, align 16,
 (B, N, H, D) swapped, forward_wmma, 128x64/128, grid 512, 74432 B, batch 0:4, D 64/64, align 16, x2
 three batch axes, forward_wmma, 64x64/128, grid 240, 46528 B, batch 0:2 1:3 2:5, D 64/64, align 16, x4
 batch of q broadcast, forward_wmma, 16x64/32, grid 252, 25600 B, batch 0:9, D 64/64, align 16, x8
-six batch axes, forward_scalar, 16x64/128, grid 36, 43632 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
+six batch axes, forward_scalar, 16x64/128, grid 36, 43648 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
 unaligned rows, forward_wmma, 16x64/32, grid 56, 25600 B, batch 0:2, D 64/64, align 1, x8
 unaligned address, forward_wmma, 16x64/32, grid 56, 25600 B, batch 0:2, D 64/64, align 2, x8
 D=68 of float16, forward_wmma, 16x64/32, grid 56, 30208 B, batch 0:2, D 80/80, align 2, x7
@@ -203,8 +203,8 @@ sinks alibi_slopes, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 6
 out_dtype, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2, out=float32
 varlen, forward_wmma, 128x64/128, grid 1184, 74432 B, D 64/64, align 16, x2, varlen
 varlen, GQA, short, forward_wmma, 32x64/64, grid 1616, 32576 B, heads 4 of 4, D 64/64, align 16, x6, varlen
-varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43632 B, D 64/64, align 16, x3, varlen
-varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43632 B, D 64/64, align 16, x3, varlen
+varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43648 B, D 64/64, align 16, x3, varlen
+varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43648 B, D 64/64, align 16, x3, varlen
 """
 
 
@@ -218,13 +218,14 @@ def row(name: str, problem: Problem, capability: int) -> str:
     chosen = [name.lower() for name in ("MASK", "SOFTCAP", "VARLEN") if macros[name]]
     if macros["BIAS_DTYPE"]:
         chosen.append(f"bias={macros['BIAS_DTYPE']}")
-    if macros["OUT_DTYPE"] != macros["DTYPE"]:
+    if macros["OUT_DTYPE"] != macros["DTYPE"] and plan.num_splits == 1:
         chosen.append(f"out={macros['OUT_DTYPE']}")
     cells = (
         name,
         plan.kernel,
         f"{plan.tile}/{plan.tile.num_threads}",
         f"grid {plan.num_blocks}",
+        f"splits {plan.num_splits}" if plan.num_splits > 1 else "",
         f"{plan.shared_memory} B",
         f"heads {plan.packed_heads} of {plan.group_size}" if plan.group_size > 1 else "",
         f"batch {axes(plan.batch_axes)}" if plan.batch_axes else "",
@@ -404,7 +405,7 @@ def test_options_of_elements_that_lie_anywhere(name: str, shape: tuple[int, ...]
 
 
 def test_build_key_holds_no_lengths() -> None:
-    """What is compiled depends on none of lengths, strides and scale, except by the choice of tile."""
+    """What is compiled depends on none of lengths, strides and scale, except by tile and whether keys are split."""
     plans = [
         make_plan(problem, H200, AUTOMATIC)
         for length, heads, batch in itertools.product((1, 70, 1000, 1001, 4096, 99991), (1, 7, 16), (1, 3, 64))
@@ -415,7 +416,7 @@ def test_build_key_holds_no_lengths() -> None:
             dense(swapped((batch, heads, length, 64)), query_offset=length),
         )
     ]
-    assert len({plan.macros for plan in plans}) == len({plan.tile for plan in plans})
+    assert len({plan.macros for plan in plans}) == len({(plan.tile, plan.num_splits > 1) for plan in plans})
 
 
 @pytest.mark.parametrize(

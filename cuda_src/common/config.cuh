@@ -43,6 +43,9 @@
 #ifndef CUFLASH_VARLEN
 #define CUFLASH_VARLEN 0
 #endif
+#ifndef CUFLASH_STACKED
+#define CUFLASH_STACKED 1
+#endif
 #ifndef CUFLASH_ALIGNMENT
 #define CUFLASH_ALIGNMENT 16
 #endif
@@ -62,6 +65,8 @@ constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasSoftcap = CUFLASH_SOFTCAP;
 constexpr bool kVarlen = CUFLASH_VARLEN;
+// Partial results to combine lie one behind the other in one array; otherwise each is an array of its own.
+constexpr bool kStacked = CUFLASH_STACKED;
 // 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.
 constexpr int kAlignment = CUFLASH_ALIGNMENT;
 constexpr bool kVectorLoads = kAlignment == 16;

@@ -3,6 +3,7 @@
 
 #include "common/sequence.cuh"
 #include "common/softmax.cuh"
+#include "common/store.cuh"
 
 namespace cuflash {
 
@@ -43,23 +44,7 @@ __device__ __forceinline__ void store_lse(const AttentionParams& params, const T
 template <int kCount>
 __device__ __forceinline__ void store_output(const AttentionParams& params, char* row, int column,
                                              const Accumulator (&values)[kCount]) {
-    struct alignas(kCount * sizeof(OutElement)) Packed {
-        OutElement elements[kCount];
-    };
-    if constexpr (kVectorLoads && (kCount & (kCount - 1)) == 0 && sizeof(Packed) <= 16) {
-        if (column + kCount <= params.head_dim_v) {
-            Packed packed;
-#pragma unroll
-            for (int e = 0; e < kCount; ++e) packed.elements[e] = to_output(values[e]);
-            *reinterpret_cast<Packed*>(row + column * static_cast<int>(sizeof(OutElement))) = packed;
-            return;
-        }
-    }
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) {
-        if (column + e < params.head_dim_v)
-            store_bits(row + (column + e) * params.out_strides.column, to_output(values[e]));
-    }
+    store_features(row, column, params.head_dim_v, params.out_strides.column, values);
 }
 
 // Stores kNumRows rows of the tile, `num_columns` features each, that lie in shared memory. Called by the 32 lanes of a

@@ -1,4 +1,5 @@
-// Which keys a query sees by its position: causal, window, lengths. (The mask and bias arrays are read in score.cuh.)
+// Which keys a query sees by its position: causal, window, lengths, and the split of the keys that its block works on.
+// (The mask and bias arrays are read in score.cuh.)
 #pragma once
 
 #include "common/sequence.cuh"
@@ -13,7 +14,7 @@ struct KeyRange {
 
 __device__ __forceinline__ KeyRange visible_keys(const AttentionParams& params, const TileMap& tile, long long query) {
     const long long position = query + tile.query_offset;
-    return {max(position - params.window_left, 0LL), min(position + params.window_right + 1, tile.seqlen_k)};
+    return {max(position - params.window_left, tile.key_begin), min(position + params.window_right + 1, tile.key_end)};
 }
 
 // Columns of the key tile from `n_begin` on that one of the tile's rows sees by its position: begin <= column < end.
@@ -43,6 +44,32 @@ __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, con
     const KeyRange first = visible_keys(params, tile, row_at(params, tile, 0).query);
     const KeyRange last = visible_keys(params, tile, row_at(params, tile, last_row).query);
     return {{first.begin, last.end}, {last.begin, first.end}};
+}
+
+// Leaves the block one part of the keys that its tile sees. Borders lie at whole key tiles, counted from key 0, so that
+// wherever a kernel begins to walk no part is longer than another by more than one. A range of keys is all there is to
+// a split: rows see nothing outside of it, and a row that sees nothing at all gives 0 and -inf.
+__device__ __forceinline__ void take_split(const AttentionParams& params, long long split, TileMap& tile) {
+    const KeyRange any = tile_keys(params, tile).any;
+    const long long first = any.begin / kBlockN;
+    const long long num_tiles = max((any.end + kBlockN - 1) / kBlockN - first, 0LL);
+    const long long num_keys = divide(num_tiles + params.num_splits - 1, params.num_splits) * kBlockN;
+    tile.key_begin = first * kBlockN + split * num_keys;
+    tile.key_end = min(tile.key_end, tile.key_begin + num_keys);
+    tile.out += split * params.out_split_stride;
+    tile.lse += split * params.lse_split_stride;
+    if (split != 0) tile.sinks = nullptr;  // one more logit per row, not per part
+}
+
+// Fills `tile` for this block. Called by all threads of warp 0; visible to the others after a barrier.
+//
+// The splits of a tile are neighbours in the grid, which leaves tiles in their order, longest first. Other orders would
+// not help L2: splits are for grids that are resident as a whole.
+__device__ __forceinline__ void map_block(const AttentionParams& params, TileMap& tile) {
+    const long long block = params.first_block + blockIdx.x;
+    const long long tile_idx = divide(block, params.num_splits);
+    const bool mapped = map_tile(params, tile_idx, tile);
+    if (mapped && params.num_splits > 1) take_split(params, block - tile_idx * params.num_splits, tile);
 }
 
 }  // namespace cuflash

@@ -1,6 +1,8 @@
-// The run-time arguments of every forward kernel, one struct passed by value. cuflash/params.py mirrors it field by
-// field.
+// The run-time arguments of the kernels, one struct passed by value. cuflash/params.py mirrors AttentionParams field by
+// field, cuflash/combine.py CombineParams.
 #pragma once
+
+#include "common/config.cuh"
 
 namespace cuflash {
 
@@ -40,6 +42,10 @@ struct AttentionParams {
     long long query_offset;
     long long num_m_blocks;  // tiles along the rows of one head (packed sequences: upper bound over all of them)
     long long first_block;   // index of this launch's first block in the whole grid
+    // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart.
+    long long num_splits;
+    long long out_split_stride;
+    long long lse_split_stride;
 
     // What it keeps.
     Strides bias_strides;
@@ -70,6 +76,35 @@ struct AttentionParams {
     int query_offset_size;  // bytes, negative when signed
     int cu_seqlens_q_size;
     int cu_seqlens_k_size;
+};
+
+constexpr int kRowAxes = kBatchAxes + 2;
+constexpr int kMaxParts = kStacked ? 1 : 16;
+
+// Bytes from element to element along the axes of the rows: those of a result but its features.
+struct RowStrides {
+    long long axis[kRowAxes];
+};
+
+// Partial results over disjoint keys, to be joined row by row.
+struct CombineParams {
+    const char* outs[kMaxParts];  // stacked: the first part
+    const char* lses[kMaxParts];
+    char* out;
+    char* lse;  // null: not wanted
+
+    RowStrides outs_strides[kMaxParts];
+    RowStrides lses_strides[kMaxParts];
+    RowStrides out_strides;
+    RowStrides lse_strides;
+    long long outs_column_stride[kMaxParts];
+    long long out_column_stride;
+    long long outs_part_stride;  // stacked: from part to part
+    long long lses_part_stride;
+    long long shape[kRowAxes];
+    long long num_rows;  // product of shape
+    long long num_parts;
+    long long head_dim_v;
 };
 
 }  // namespace cuflash

@@ -24,11 +24,6 @@ __device__ __forceinline__ long long load_integer(const char* address, int size)
     }
 }
 
-__device__ __forceinline__ long long divide(long long a, long long b) {
-    if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
-    return a / b;
-}
-
 struct Segment {
     long long index;  // sequence number; -1 and num_sequences for tokens before the first and behind the last
     long long begin;

@@ -22,6 +22,8 @@ struct TileMap {
     long long seqlen_q;
     long long seqlen_k;
     long long query_offset;
+    long long key_begin;  // keys that the block is to look at, at most: all of them, or its split
+    long long key_end;
     long long row_begin;  // first row of the tile, counted over queries x packed heads
     long long num_rows;   // rows of the whole sequence; 0: the block has nothing to do
 };
@@ -68,6 +70,8 @@ __device__ __forceinline__ void map_packed_sequence(const AttentionParams& param
     tile.seqlen_q = segment.end - segment.begin;
     tile.seqlen_k = end_k - begin_k;
     tile.query_offset = params.offset_from_lengths ? tile.seqlen_k - tile.seqlen_q : params.query_offset;
+    tile.key_begin = 0;
+    tile.key_end = tile.seqlen_k;
     tile.row_begin = segment.tile * kBlockM;
     tile.num_rows = tile.seqlen_q * params.packed_heads;
 }
@@ -106,13 +110,14 @@ __device__ __forceinline__ void map_dense(const AttentionParams& params, long lo
         // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
         tile.query_offset = min(max(load_integer(offset, params.query_offset_size), -(1LL << 60)), 1LL << 60);
     }
+    tile.key_begin = 0;
+    tile.key_end = tile.seqlen_k;
     tile.row_begin = m_block * kBlockM;
     tile.num_rows = params.seqlen_q * params.packed_heads;
 }
 
-// Fills `tile` for this block. Called by all threads of warp 0; visible to the others after a barrier.
-__device__ __forceinline__ void map_block(const AttentionParams& params, TileMap& tile) {
-    const long long block = params.first_block + blockIdx.x;
+// Fills `tile` with tile number `block`. Called by all threads of warp 0; true for the one that has written it.
+__device__ __forceinline__ bool map_tile(const AttentionParams& params, long long block, TileMap& tile) {
     const int num_head_tiles = params.num_heads_q / params.packed_heads;
     if constexpr (kVarlen) {
         const long long tile_idx = divide(block, num_head_tiles);
@@ -120,7 +125,9 @@ __device__ __forceinline__ void map_block(const AttentionParams& params, TileMap
         if (threadIdx.x == 0) tile.num_rows = 0;
         __syncwarp();
         Segment segment;
-        if (find_segment(params, tile_idx, segment)) map_packed_sequence(params, segment, head, tile);
+        const bool found = find_segment(params, tile_idx, segment);
+        if (found) map_packed_sequence(params, segment, head, tile);
+        return found;
     } else if (threadIdx.x == 0) {
         const long long num_planes = params.num_batches * num_head_tiles;
         long long m_block, plane;
@@ -135,6 +142,7 @@ __device__ __forceinline__ void map_block(const AttentionParams& params, TileMap
         const long long batch = divide(plane, num_head_tiles);
         map_dense(params, batch, static_cast<int>(plane - batch * num_head_tiles) * params.packed_heads, m_block, tile);
     }
+    return threadIdx.x == 0;
 }
 
 }  // namespace cuflash

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cuflash.arrays import DTYPES, ArrayInfo, extent
+from cuflash.combine import NUM_THREADS
 from cuflash.compile import entry_text, source_digest, source_folder
 from cuflash.kernels import KERNELS, Device, device_of
 from cuflash.knobs import Settings
@@ -28,7 +29,9 @@ from cuflash.launch import _parts
 from cuflash.params import POINTERS, pack_form, pack_pointers_into
 from cuflash.plan import Macros, Plan, make_plan
 from cuflash.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.splits import split_strides
 from cuflash.testing import Case
+from cuflash.workspace import combination_of
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "cpu_cuda"
@@ -211,13 +214,20 @@ class Emulator:
     """Calls of `attention` and `attention_varlen` with NumPy arrays, computed by a CUDA kernel on the CPU."""
 
     def __init__(
-        self, kernel: str, tile: str = "", device: Device | None = None, seed: int = 0, sources: Path | None = None
+        self,
+        kernel: str,
+        tile: str = "",
+        device: Device | None = None,
+        seed: int = 0,
+        sources: Path | None = None,
+        num_splits: int | None = 1,
     ) -> None:
         self.settings = Settings(kernel, tile, False)
         self.spec = next(spec for spec in KERNELS if spec.name == kernel)
         self.device = device_of(90) if device is None else device
         self.seed = seed
         self.sources = sources
+        self.num_splits = num_splits
 
     def function(self, case: Case) -> Any:
         """Return the stand-in for `case.function`."""
@@ -237,7 +247,7 @@ class Emulator:
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
-        plan = make_plan(problem, self.device, self.settings)
+        plan = make_plan(problem, self.device, self.settings, self.num_splits)
         rows = result_rows(problem)
         spans = {name: _span(info) for name, info in infos.items()}
         out, spans["out"] = _result((*rows, problem.head_dim_v), problem.out, out)
@@ -246,6 +256,12 @@ class Emulator:
         names = {"query_offsets": "query_offset"}
         pointers = [spans.get(names.get(name, name), (0, 0, 0))[0] for name in POINTERS]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
+        if plan.num_splits > 1:
+            return self._run_split(problem, plan, pointers, ranges, out, lse)
+        self._launch(problem, plan, pointers, ranges)
+        return out if lse is None else (out, lse)
+
+    def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
             kernel = compile_kernel(plan.kernel, plan.macros, self.sources)
             for grid, packed, offsets in _parts(_Form(problem, plan, pack_form(problem, plan))):  # type: ignore[arg-type]
@@ -256,6 +272,24 @@ class Emulator:
                 pack_pointers_into(addresses, 0, *at)
                 threads = plan.tile.num_threads
                 kernel.launch(grid[0], threads, plan.shared_memory, bytes(addresses) + packed, ranges, self.seed)
+
+    def _run_split(
+        self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any], out: Any, lse: Any
+    ) -> Any:
+        """Write partial results into a poisoned workspace of exactly the plan's size, then join them."""
+        memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
+        begin = memory.ctypes.data + -memory.ctypes.data % 16
+        end = begin + plan.workspace
+        between = begin + plan.num_splits * split_strides(problem)[0]
+        inputs = [found for found in ranges if not found[3]]
+        halves = [(begin, between, "partial out"), (between, end, "partial lse")]
+        at = [*pointers[:3], begin, between, *pointers[5:]]
+        self._launch(problem, plan, at, [*inputs, *((*half, True) for half in halves)])
+        combination = combination_of(problem, plan.num_splits)
+        kernel = compile_kernel(combination.build.kernel, combination.build.macros, self.sources)
+        results = [found for found in ranges if found[3]] + [(*half, False) for half in halves]
+        for packed in combination.arguments([begin], [between], *pointers[3:5]):
+            kernel.launch(combination.num_blocks, NUM_THREADS, 0, packed, results, self.seed)
         return out if lse is None else (out, lse)
 
 

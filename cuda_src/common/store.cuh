@@ -1,0 +1,30 @@
+// Stores of results: converted, and in vectors where the call has them.
+#pragma once
+
+#include "common/numeric.cuh"
+
+namespace cuflash {
+
+// Stores those of kCount neighbouring features of a row, from `column` on, that are below `num_features`.
+template <int kCount>
+__device__ __forceinline__ void store_features(char* row, int column, int num_features, long long feature_stride,
+                                               const Accumulator (&values)[kCount]) {
+    struct alignas(kCount * sizeof(OutElement)) Packed {
+        OutElement elements[kCount];
+    };
+    if constexpr (kVectorLoads && (kCount & (kCount - 1)) == 0 && sizeof(Packed) <= 16) {
+        if (column + kCount <= num_features) {
+            Packed packed;
+#pragma unroll
+            for (int e = 0; e < kCount; ++e) packed.elements[e] = to_output(values[e]);
+            *reinterpret_cast<Packed*>(row + column * static_cast<int>(sizeof(OutElement))) = packed;
+            return;
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < kCount; ++e) {
+        if (column + e < num_features) store_bits(row + (column + e) * feature_stride, to_output(values[e]));
+    }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,170 @@
+"""How partial results are joined: build, grid and argument struct of cuda_src/combine.cu. Pure Python; needs no GPU."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
+
+from .arrays import ITEMSIZE
+from .params import BATCH_AXES
+from .plan import Build, merge_axes
+from .problem import Operand
+
+ROW_AXES = BATCH_AXES + 2
+MAX_PARTS = 16
+"""Arrays of their own that one launch joins; parts stacked in one array may be any number."""
+NUM_THREADS = 128
+MAX_WIDTH = 512
+"""Features that a row's lanes hold at a time."""
+
+
+def fields(stacked: bool) -> tuple[tuple[str, str], ...]:
+    """Name and `struct` format of every field of `CombineParams`, which is another one for stacked parts."""
+    parts = 1 if stacked else MAX_PARTS
+    return (
+        ("outs", f"{parts}Q"),
+        ("lses", f"{parts}Q"),
+        ("out", "Q"),
+        ("lse", "Q"),
+        ("outs_strides", f"{parts * ROW_AXES}q"),
+        ("lses_strides", f"{parts * ROW_AXES}q"),
+        ("out_strides", f"{ROW_AXES}q"),
+        ("lse_strides", f"{ROW_AXES}q"),
+        ("outs_column_stride", f"{parts}q"),
+        ("out_column_stride", "q"),
+        ("outs_part_stride", "q"),
+        ("lses_part_stride", "q"),
+        ("shape", f"{ROW_AXES}q"),
+        ("num_rows", "q"),
+        ("num_parts", "q"),
+        ("head_dim_v", "q"),
+    )
+
+
+_NUM_ADDRESSES = 4
+_PACK = {
+    stacked: (
+        struct.Struct("=" + "".join(code for _, code in fields(stacked)[:_NUM_ADDRESSES])).pack,
+        struct.Struct("=" + "".join(code for _, code in fields(stacked)[_NUM_ADDRESSES:])).pack,
+    )
+    for stacked in (False, True)
+}
+
+
+class Combination(NamedTuple):
+    """The launches that join partial results. Holds no addresses."""
+
+    build: Build
+    num_blocks: int
+    stacked: bool
+    pieces: tuple[tuple[bytes, tuple[int, ...]], ...]
+    """For each launch the struct behind the addresses, and what to add to those: `outs`, `lses`, `out`, `lse`."""
+
+    def arguments(self, outs: Sequence[int], lses: Sequence[int], out: int, lse: int) -> list[bytes]:
+        """Pack the struct of each launch, given the addresses of the parts (stacked: of the first) and the results."""
+        pack_addresses, _ = _PACK[self.stacked]
+        unused = (0,) * (0 if self.stacked else MAX_PARTS - len(outs))
+        packed = []
+        for rest, offsets in self.pieces:
+            *at, to_out, to_lse = (p + o for p, o in zip((*outs, *lses, out, lse), offsets, strict=True))
+            outs_at, lses_at = at[: len(outs)], at[len(outs) :]
+            packed.append(pack_addresses(*outs_at, *unused, *lses_at, *unused, to_out, to_lse if lse else 0) + rest)
+        return packed
+
+
+def combine_parts(
+    rows: tuple[int, ...],
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    num_parts: int,
+    part_strides: tuple[int, int] | None,
+) -> Combination:
+    """Work out how `num_parts` results of `rows` x `width` features are joined into `out` and `lse`.
+
+    Parameters
+    ----------
+    outs, lses
+        One operand of each for all parts if these are stacked, else up to `MAX_PARTS`.
+    part_strides
+        Bytes from part to part, of `outs` and `lses`, if they are stacked.
+    """
+    stacked = part_strides is not None
+    operands = [*outs, *lses, out, *([lse] if lse else [])]
+    axes = merge_axes(rows, [x.strides for x in operands])
+    outer, inner = axes[: max(0, len(axes) - ROW_AXES)], axes[max(0, len(axes) - ROW_AXES) :]
+    padding = ROW_AXES - len(inner)
+
+    def walked(x: Operand | None) -> tuple[int, ...]:
+        return (0,) * padding + tuple(x.strides[axis] if x else 0 for axis, _ in inner)
+
+    def every(parts: Sequence[Operand]) -> list[int]:
+        unused = 0 if stacked else MAX_PARTS - len(parts)
+        return [step for x in parts for step in walked(x)] + [0] * (unused * ROW_AXES)
+
+    columns = [x.strides[-1] for x in outs] + [0] * (0 if stacked else MAX_PARTS - len(outs))
+    shape = (1,) * padding + tuple(length for _, length in inner)
+    build = _build(width, outs, lses, out, lse, part_strides)
+    packed = _PACK[stacked][1](
+        *every(outs), *every(lses), *walked(out), *walked(lse), *columns, out.strides[-1], *(part_strides or (0, 0)),
+        *shape, prod(shape), num_parts, width,
+    )  # fmt: skip
+    pieces = []
+    for index in product(*(range(length) for _, length in outer)):
+        offsets = [
+            sum(i * x.strides[axis] for i, (axis, _) in zip(index, outer, strict=True)) if x else 0
+            for x in (*outs, *lses, out, lse)
+        ]
+        pieces.append((packed, tuple(offsets)))
+    macros = dict(build.macros)
+    vector = 16 // ITEMSIZE[outs[0].dtype]
+    lanes = min(32, int(macros["HEAD_DIM_V"]) // vector)
+    return Combination(build, -(-prod(shape) * lanes // NUM_THREADS), stacked, tuple(pieces))
+
+
+def _build(
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    part_strides: tuple[int, int] | None,
+) -> Build:
+    bucket = 16
+    while bucket < min(width, MAX_WIDTH):
+        bucket *= 2
+    dtype = outs[0].dtype
+    macros = (
+        ("DTYPE", f"CUFLASH_{dtype.upper()}"),
+        ("OUT_DTYPE", f"CUFLASH_{out.dtype.upper()}"),
+        ("HEAD_DIM_V", bucket),
+        ("THREADS", NUM_THREADS),
+        ("STACKED", int(part_strides is not None)),
+        ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
+    )
+    return Build("combine", macros, 0)
+
+
+def _alignment(
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    part_strides: tuple[int, int],
+) -> int:
+    """16 if features can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
+    itemsize = ITEMSIZE[outs[0].dtype]
+    last = [(x, x.strides[-1] if x.strides else 0) for x in (*outs, out, *lses, *([lse] if lse else []))]
+    sizes = [ITEMSIZE[x.dtype] for x, _ in last]
+    if any(x.alignment % size or step % size for (x, step), size in zip(last, sizes, strict=True)) or (
+        part_strides[0] % itemsize or part_strides[1] % ITEMSIZE[lses[0].dtype]
+    ):
+        return 1
+    vectors = all(x.alignment == 16 and x.strides[-1] == ITEMSIZE[x.dtype] for x in (*outs, out))
+    return 16 if vectors and part_strides[0] % 16 == 0 and width * itemsize % 16 == 0 else itemsize

@@ -1,0 +1,108 @@
+"""Keys of thin problems split over several blocks: into how many parts, and where the partial results lie."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+from .arrays import ITEMSIZE, contiguous_strides
+from .problem import Operand, Problem, alignment_of
+
+MAX_SPLITS = 128
+MIN_KEYS_PER_SPLIT = 256
+"""A split that saves fewer is not worth its cost.
+
+It costs a second launch (3 us) and, per row, 8 Dv bytes of partial results, written and read. A block walks its keys at
+block_m x 4 D operations each: on an H200 a 128x64 tile of forward_wmma at 210 TFLOP/s / 264 blocks takes 41 ns per key,
+a 64x64 tile of forward_scalar at 33 TFLOP/s / 396 takes 200 ns. 256 keys are thus 10 us or more, and the operations
+that they replace take three times as long as moving the partial results: 256 x 4 D / 210 T against 8 D / 4 TB/s.
+"""
+ENOUGH_OF_A_WAVE = 0.85
+"""Share of the best efficiency for which fewer splits are preferred: each one adds partial results."""
+ENOUGH_THREADS = 256
+"""Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
+
+
+def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n: int) -> int:
+    """Parts into which the keys of each tile are split; 1 where blocks fill the device, or where keys are few.
+
+    The efficiency of s splits is num_blocks s / (waves x resident_blocks) with waves = ceil(num_blocks s /
+    resident_blocks). The fewest splits win that reach `ENOUGH_OF_A_WAVE` of the best.
+
+    Parameters
+    ----------
+    num_blocks
+        Tiles of the problem.
+    resident_blocks
+        Blocks that keep all multiprocessors busy.
+    num_keys
+        Keys that a tile sees, at most.
+    block_n
+        Keys of a tile.
+    """
+    num_tiles = -(-num_keys // block_n)
+    most = min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)
+    if most < 2 or not 0 < num_blocks < resident_blocks:
+        return 1
+    splits = _fewest_splits(num_blocks, resident_blocks, most)
+    return -(-num_tiles // -(-num_tiles // splits))  # without those that would be left with no tile
+
+
+@lru_cache(maxsize=4096)
+def _fewest_splits(num_blocks: int, resident_blocks: int, most: int) -> int:
+    efficiencies = []
+    for splits in range(1, most + 1):
+        blocks = num_blocks * splits
+        efficiencies.append(blocks / (-(-blocks // resident_blocks) * resident_blocks))
+    enough = ENOUGH_OF_A_WAVE * max(efficiencies)
+    return next(splits for splits, efficiency in enumerate(efficiencies, 1) if efficiency >= enough)
+
+
+def splits_allowed(num_keys: int) -> int:
+    """Parts that the number of keys alone would allow."""
+    return max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT))
+
+
+def keys_of_a_tile(problem: Problem, seqlen_q: int, seqlen_k: int, offset: int | None, num_queries: int) -> int:
+    """Most keys that a tile of `num_queries` neighbouring queries sees by position; `offset` None: anything."""
+    left, right = problem.window_left, problem.window_right
+    most = seqlen_k
+    if right is not None:
+        if left is not None:
+            most = min(most, left + right + num_queries)
+        if offset is not None:
+            most = min(most, seqlen_q + offset + right)
+    if left is not None and offset is not None:
+        most = min(most, seqlen_k - offset + left)
+    return max(most, 0)
+
+
+def result_axes(problem: Problem) -> tuple[int, ...]:
+    """Lengths of the axes that the operands `out` and `lse` share."""
+    if problem.op == "attention_varlen":
+        return problem.seqlen_q, problem.num_heads_q
+    return *problem.batch, problem.num_heads_q, problem.seqlen_q
+
+
+def partial_results(problem: Problem) -> Problem:
+    """Return the problem whose `out` and `lse` are those of one split, packed, in the type of the computation."""
+    dtype, rows = problem.lse_dtype, result_axes(problem)
+    out_shape = (*rows, problem.head_dim_v)
+    out_strides = contiguous_strides(out_shape, ITEMSIZE[dtype])
+    lse_strides = contiguous_strides(rows, ITEMSIZE[dtype])
+    return problem._replace(
+        out_dtype=dtype,
+        out=Operand(dtype, out_strides, alignment_of(0, out_shape, out_strides)),
+        lse=Operand(dtype, lse_strides, alignment_of(0, rows, lse_strides)),
+    )
+
+
+def split_strides(problem: Problem) -> tuple[int, int]:
+    """Bytes from split to split of the partial `out` and `lse`. All of `out` comes first in the workspace."""
+    lse_bytes = prod(result_axes(problem)) * ITEMSIZE[problem.lse_dtype]
+    return lse_bytes * problem.head_dim_v, lse_bytes
+
+
+def workspace_bytes(problem: Problem, num_splits: int) -> int:
+    """Size of all partial results."""
+    return num_splits * sum(split_strides(problem)) if num_splits > 1 else 0
