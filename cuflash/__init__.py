@@ -11,9 +11,13 @@ from . import reference
 from .dense import attention
 from .explain import Explanation, explain, show_config, warmup
 from .knobs import options
+from .merge import merge_attention_states
 from .varlen import attention_varlen
 
-__all__ = ["Explanation", "attention", "attention_varlen", "explain", "options", "reference", "show_config", "warmup"]
+__all__ = [
+    "Explanation", "attention", "attention_varlen", "explain", "merge_attention_states", "options", "reference",
+    "show_config", "warmup",
+]  # fmt: skip
 
 
 def _compile_at_import() -> None:

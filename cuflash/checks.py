@@ -40,7 +40,7 @@ def query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
                 f"{name} has shape {info.shape}, expected (..., heads, sequence, feature) or (sequence, feature)"
             )
         if info.device != q_info.device:
-            _same_device(name, info, q_info)
+            same_device(name, info, "q", q_info)
         if info.dtype != q_info.dtype:
             raise TypeError(
                 f"{name} has dtype {info.dtype} but q has {q_info.dtype}; "
@@ -49,13 +49,15 @@ def query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
     return infos
 
 
-def _same_device(name: str, info: ArrayInfo, q_info: ArrayInfo) -> None:
-    if info.device == q_info.device:
+def same_device(name: str, info: ArrayInfo, other_name: str, other: ArrayInfo) -> None:
+    """Raise if two arrays of a call are on different devices."""
+    if info.device == other.device:
         return
-    if HOST in (info.device, q_info.device):
+    if HOST in (info.device, other.device):
         got, expected = ("a NumPy array", "a GPU array") if info.device == HOST else ("a GPU array", "a NumPy array")
-        raise TypeError(f"{name} is {got} but q is {expected}; move one with cupy.asarray(x) or cupy.asnumpy(x)")
-    raise ValueError(f"{name} is on GPU {info.device} but q is on GPU {q_info.device}")
+        hint = "move one with cupy.asarray(x) or cupy.asnumpy(x)"
+        raise TypeError(f"{name} is {got} but {other_name} is {expected}; {hint}")
+    raise ValueError(f"{name} is on GPU {info.device} but {other_name} is on GPU {other.device}")
 
 
 def with_heads(info: ArrayInfo) -> ArrayInfo:
@@ -107,7 +109,7 @@ def optional_array(
     if info.dtype not in dtypes:
         wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
         raise TypeError(f"{name} has dtype {info.dtype}, expected {wanted}{' ' + alternative if alternative else ''}")
-    _same_device(name, info, infos["q"])
+    same_device(name, info, "q", infos["q"])
     shape = info.shape
     if len(shape) > len(target) or any(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
@@ -272,7 +274,7 @@ def check_results(
 def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:
     if info.shape != shape:
         raise ValueError(f"{name} has shape {info.shape}, expected {shape}")
-    _same_device(name, info, others[0][1])
+    same_device(name, info, *others[0])
     if not info.writeable:
         raise ValueError(f"{name} is read-only, expected a writeable array")
     if overlaps_itself(info):
@@ -312,7 +314,7 @@ def check_cu_seqlens(infos: dict[str, ArrayInfo], name: str, x: Any, total: int,
         raise TypeError(f"{name} has dtype {info.dtype}, expected an integer dtype")
     if len(info.shape) != 1 or info.shape[0] < 1:
         raise ValueError(f"{name} has shape {info.shape}, expected (number of sequences + 1,)")
-    _same_device(name, info, infos["q"])
+    same_device(name, info, "q", infos["q"])
     infos[name] = info
     if info.device != HOST or info.array is None:
         return

@@ -21,9 +21,9 @@ def execute_on_host(problem: Problem, infos: dict[str, ArrayInfo], chosen: Setti
     if chosen.log:
         print(f"cuflash: {problem} -> {CPU_KERNEL}", file=sys.stderr)
     rows = result_rows(problem)
-    out = _allocate((*rows, problem.head_dim_v), problem.out) if out is None else out
+    out = allocate((*rows, problem.head_dim_v), problem.out) if out is None else out
     if problem.lse is not None and lse is None:
-        lse = _allocate(rows, problem.lse)
+        lse = allocate(rows, problem.lse)
     arrays = _inputs(problem, infos)
     arrays["out"], arrays["lse"] = (x[None] if problem.is_2d and x is not None else x for x in (out, lse))
     if problem.op == "attention_varlen":
@@ -41,7 +41,8 @@ def check_settings(chosen: Settings) -> None:
         raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
 
 
-def _allocate(shape: tuple[int, ...], operand: Operand) -> np.ndarray:
+def allocate(shape: tuple[int, ...], operand: Operand) -> np.ndarray:
+    """Return a new array of an operand's layout."""
     dtype = DTYPES[operand.dtype]
     strides = operand.strides[len(operand.strides) - len(shape) :]
     return np.ndarray(shape, dtype, np.empty(max(1, prod(shape)), dtype), 0, strides)

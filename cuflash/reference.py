@@ -188,3 +188,31 @@ def attention_varlen(
         out[queries] = sequence_out.swapaxes(0, 1)
         lse[queries] = sequence_lse.swapaxes(0, 1)
     return out, lse
+
+
+def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, Float64]:
+    """Join partial results of softmax attention over disjoint keys from their definition.
+
+    Parameters
+    ----------
+    outs : array_like, shape (S, ..., Nq, Dv)
+        Output of each part; what it holds for a query that sees no key of the part doesn't count.
+    lses : array_like, shape (S, ..., Nq)
+        Natural logarithm of the denominator of each part.
+
+    Returns
+    -------
+    out : ndarray of float64, shape (..., Nq, Dv)
+        sum_s exp(lses[s] - lse) outs[s]; 0 where every lse is -inf.
+    lse : ndarray of float64, shape (..., Nq)
+        log(sum_s exp(lses[s])); NaN where one of them is +inf or NaN.
+    """
+    outs, lses = (np.asarray(x).astype(np.float64) for x in (outs, lses))
+    outs = np.where(np.isneginf(lses)[..., np.newaxis], 0.0, outs)
+    peak = lses.max(axis=0)
+    shift = np.where(peak == -np.inf, 0.0, peak)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights = np.exp(lses - shift)
+        total = weights.sum(axis=0)
+        shares = weights / np.where(total == 0.0, 1.0, total)
+        return (shares[..., np.newaxis] * outs).sum(axis=0), shift + np.log(total)

@@ -104,7 +104,7 @@ def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, work
     Under capture of a graph, `out` keeps an allocated workspace alive: the graph runs when the call has long returned,
     in memory that must be nobody else's.
     """
-    if workspace is None:
+    if workspace is None and size:
         if not cupy.cuda.get_current_stream().is_capturing():
             workspace = cupy.empty(size, np.uint8)
         elif out is None:
@@ -116,7 +116,7 @@ def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, work
             )
     if out is None:
         out = result.allocate(cupy)
-    return out, workspace, -(-workspace.data.ptr // BOUNDARY) * BOUNDARY
+    return out, workspace, -(-workspace.data.ptr // BOUNDARY) * BOUNDARY if workspace is not None else 0
 
 
 def check_size(infos: dict[str, ArrayInfo], needed: int) -> None:

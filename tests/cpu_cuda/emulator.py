@@ -20,12 +20,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cuflash.arrays import DTYPES, ArrayInfo, extent
+from cuflash.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.combine import NUM_THREADS
 from cuflash.compile import entry_text, source_digest, source_folder
 from cuflash.kernels import KERNELS, Device, device_of
 from cuflash.knobs import Settings
 from cuflash.launch import _parts
+from cuflash.merge import Parts, describe_parts, merge_steps, merge_workspace, result_operands
 from cuflash.params import POINTERS, pack_form, pack_pointers_into
 from cuflash.plan import Macros, Plan, make_plan
 from cuflash.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
@@ -309,3 +310,28 @@ def _result(shape: tuple[int, ...], operand: Operand, given: Any) -> tuple[np.nd
         given = np.ndarray(shape, dtype, memory, skip, strides)
     pointer = given.ctypes.data
     return given, (pointer, *extent(pointer, shape, given.strides, dtype.itemsize))
+
+
+def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Compute `cuflash.merge_attention_states(...)` of NumPy arrays."""
+    parts = describe_parts(outs, lses)
+    if not isinstance(outs, (list, tuple)) and not isinstance(lses, (list, tuple)):  # stacked, as on a GPU
+        parts = Parts(parts.outs[:1], parts.lses[:1], parts.num_parts, (outs.strides[0], lses.strides[0]))
+    spans = {f"{name}[{i}]": _span(info) for name in ("outs", "lses") for i, info in enumerate(getattr(parts, name))}
+    if parts.strides is not None:
+        spans = {name: _span(inspect(name, x)) for name, x in (("outs", outs), ("lses", lses))}
+    out_result, lse_result = result_operands(parts)
+    out, out_span = _result(parts.outs[0].shape, out_result, None)
+    lse, lse_span = _result(parts.lses[0].shape, lse_result, None)
+    size = merge_workspace(parts)
+    scratch = np.full(size + 16, 0xFF, np.uint8)
+    at = scratch.ctypes.data + -scratch.ctypes.data % 16
+    ranges = [(begin, end, name, False) for name, (_, begin, end) in spans.items() if begin < end]
+    ranges += [(begin, end, name, True) for name, (_, begin, end) in (("out", out_span), ("lse", lse_span))]
+    for step in merge_steps(parts, out.ctypes.data, lse.ctypes.data, at) if lse.size else ():
+        combination = step.combination
+        kernel = compile_kernel(combination.build.kernel, combination.build.macros, sources)
+        for packed in combination.arguments(*step[1:]):
+            usable = [*ranges, (at, at + size, "scratch memory", True)] if size else ranges
+            kernel.launch(combination.num_blocks, NUM_THREADS, 0, packed, [r for r in usable if r[0] < r[1]])
+    return out, lse
