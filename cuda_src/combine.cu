@@ -108,8 +108,8 @@ __device__ __forceinline__ void combine_features(const CombineParams& params, co
 __device__ __forceinline__ void combine(const CombineParams& params) {
     const int lane = threadIdx.x % kLanesPerRow;
     const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
-    // Rows behind the last one repeat it until the warp has shuffled for the last time.
-    const RowPlace place = row_place(params, min(row, params.num_rows - 1));
+    // Lanes behind the last row stand at one of the first ones until the warp has shuffled for the last time.
+    const RowPlace place = row_place(params, row);
 
     ExponentialSum total = empty_sum();
     for (long long part = lane; part < params.num_parts; part += kLanesPerRow)

@@ -19,6 +19,7 @@ from .kernels import CPU_KERNEL, KERNELS, Device, device_of
 from .plan import Macros, Plan, make_plan, refusals
 from .problem import Problem, describe_attention, describe_varlen
 from .varlen import attention_varlen
+from .workspace import combination_of
 
 _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
@@ -70,13 +71,16 @@ class Explanation:
                 f"  kernel         {self.kernel}: NumPy arrays are computed on the CPU, {self.num_threads} threads"
             )
         else:
+            splits = ""
+            if self.plan and self.plan.num_splits > 1:
+                splits = f": {self.plan.num_splits} splits of the keys for each tile, joined by a second kernel"
             registers = f"unknown (no NVRTC here that compiles for {self.device.arch})"
             if self.registers is not None:
                 registers = f"{self.registers} per thread, {self.spill_bytes} bytes spilled"
             lines += [
                 f"  kernel         {self.kernel} for {self.device.arch}",
                 f"  tile           {self.tile} (rows x keys), {self.num_threads} threads",
-                f"  grid           {self.num_blocks} blocks",
+                f"  grid           {self.num_blocks} blocks{splits}",
                 f"  shared memory  {self.shared_memory} of {self.device.shared_memory_per_block} bytes per block",
                 f"  registers      {registers}",
                 f"  workspace      {self.workspace} bytes",
@@ -154,7 +158,10 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     """
     problem, gpu, device_id = _describe(function, args, options, None)
     if gpu is not None:
-        kernel_function(make_plan(problem, gpu, knobs.settings()), device_id)
+        plan = make_plan(problem, gpu, knobs.settings())
+        kernel_function(plan, device_id)
+        if plan.num_splits > 1:
+            kernel_function(combination_of(problem, plan.num_splits).build, device_id)
 
 
 def gpu_available() -> bool:

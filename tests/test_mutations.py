@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cpu_cuda.emulator import EmulationError, Emulator, compiler, shadow_sources
+from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
 from test_cpu_cuda import CASES_BY_NAME, MALFORMED, malformed
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder
-from cuflash.kernels import KERNELS, device_of
+from cuflash.kernels import HELPERS, KERNELS, device_of
 from cuflash.testing import check, describe, make_data, run
 
 H200 = device_of(90)
@@ -110,6 +111,34 @@ def _too_many_lanes(emulator: Emulator) -> None:
         assert (tall.attention(x, x, x) == 1).all()
 
 
+def _splits(emulator: Emulator) -> None:
+    """Windows that begin and end inside of key tiles, with sinks; splits of packed sequences too."""
+    emulator.num_splits = 3
+    for name in ("everything", "window-100-0", "sinks-float32", "packed-alibi-sinks", "lengths-17x200"):
+        case, data = CASES_BY_NAME[name], make_data(CASES_BY_NAME[name], "float16")
+        outcome = run(case, data, np, emulator.function(case))
+        check(case, data, outcome, rounds_weights=emulator.spec.rounds_weights)
+
+
+def _splits_without_lse(emulator: Emulator) -> None:
+    emulator.num_splits = 2
+    x = np.ones((2, 200, 32), np.float16)
+    assert (emulator.attention(x, x, x) == 1).all()
+
+
+def _merge(width: int, emulator: Emulator) -> None:
+    """Three parts of ones or, where they have seen no key, of NaN; rows that fill no block."""
+    outs, lses = np.ones((3, 5, width), np.float32), np.zeros((3, 5), np.float32)
+    lses[0, 1:] = lses[:, 3] = -np.inf
+    outs[np.isneginf(lses)] = np.nan
+    for parts in ((outs, lses), (list(outs), list(lses))):
+        out, lse = merge(*parts, emulator.sources)
+        np.testing.assert_allclose(out, np.where(np.arange(5) == 3, 0, np.ones((width, 5))).T, rtol=1e-6)
+        np.testing.assert_allclose(
+            lse, np.log([3, 2, 2, 0, 2], where=[1, 1, 1, 0, 1], out=np.full(5, -np.inf)), rtol=1e-6
+        )
+
+
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_lse": _no_lse,
     "hidden_rows": _hidden_rows,
@@ -118,10 +147,16 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_visible_key": _no_visible_key,
     "tall_tiles": _tall_tiles,
     "too_many_lanes": _too_many_lanes,
+    "splits": _splits,
+    "splits_without_lse": _splits_without_lse,
+    "merge-odd": partial(_merge, 17),
+    "merge-narrow": partial(_merge, 132),
+    "merge-wide": partial(_merge, 600),
     **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
 }
 
-SCALAR, WMMA = "forward_scalar.cu", "forward_wmma.cu"
+SCALAR, WMMA, COMBINE = "forward_scalar.cu", "forward_wmma.cu", "combine.cu"
+MERGE, STORE = "common/merge.cuh", "common/store.cuh"
 SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
 MASK, SCORE, EPILOGUE, FRAGMENTS = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "fragments"))
 
@@ -143,12 +178,15 @@ CHECKS = [
     Mutant(SCALAR, "else if (n_begin + kBlockN < keys.any.end) load_k", "else load_k", "lengths-63x65 float32"),
     Mutant(SCALAR, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
     Mutant(SCALAR, " || n_begin + kBlockN > keys.all.end", "", "lengths-63x65 float16"),
-    Mutant(MASK, "max(position - params.window_left, 0LL)", "position - params.window_left", "window-100-0 float16"),
     Mutant(
-        MASK, "min(position + params.window_right + 1, tile.seqlen_k)",
+        MASK, "max(position - params.window_left, tile.key_begin)",
+        "position - params.window_left", "window-100-0 float16",
+    ),
+    Mutant(
+        MASK, "min(position + params.window_right + 1, tile.key_end)",
         "position + params.window_right + 1", "lengths-63x65 float16",
     ),
-    Mutant(MASK, "min(position + params.window_right + 1, tile.seqlen_k)", "tile.seqlen_k", "causal-63x65 float16"),
+    Mutant(MASK, "min(position + params.window_right + 1, tile.key_end)", "tile.key_end", "causal-63x65 float16"),
     Mutant(MASK, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "hidden_rows"),
     Mutant(MASK, "begin <= column && ", "", "window-3-None float16"),
     Mutant(MASK, " && column < end", "", "causal-63x65 float16"),
@@ -197,8 +235,34 @@ CHECKS = [
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),
     Mutant(EPILOGUE, "if (tile.sinks)", "if (true)", "lengths-63x65 float16"),
-    Mutant(EPILOGUE, "if (column + kCount <= params.head_dim_v)", "if (true)", "head_dim-40-40 float16"),
-    Mutant(EPILOGUE, "if (column + e < params.head_dim_v)", "if (true)", "head_dim-17-17 float16"),
+    Mutant(STORE, "if (column + kCount <= num_features)", "if (true)", "head_dim-40-40 float16"),
+    Mutant(STORE, "if (column + e < num_features)", "if (true)", "head_dim-17-17 float16"),
+    # Splits of the keys: each in its range, and only the first with the sink.
+    Mutant(
+        MASK, "max(position - params.window_left, tile.key_begin)",
+        "max(position - params.window_left, 0LL)", "splits",
+    ),
+    Mutant(MASK, "min(position + params.window_right + 1, tile.key_end)",
+           "min(position + params.window_right + 1, tile.seqlen_k)", "splits"),
+    Mutant(MASK, "min(tile.key_end, tile.key_begin + num_keys)", "tile.key_begin + num_keys", "splits"),
+    Mutant(MASK, "if (split != 0) tile.sinks = nullptr;", "", "splits"),
+    Mutant(MASK, "mapped && params.num_splits", "params.num_splits", "splits"),
+    Mutant(MASK, "tile.out += split * params.out_split_stride;", "", "splits"),
+    Mutant(MASK, "tile.lse += split * params.lse_split_stride;", "", "splits"),
+    # The kernel that joins them: rows, parts and features that are not there, parts that have seen no key.
+    Mutant(COMBINE, "if (row >= params.num_rows) return;", "", "merge-odd"),
+    Mutant(COMBINE, "if (lane == 0 && params.lse)", "if (params.lse)", "merge-odd"),
+    Mutant(COMBINE, "if (lane == 0 && params.lse)", "if (lane == 0)", "splits_without_lse"),
+    Mutant(COMBINE, "first + i < params.num_parts ? load_lse(params, place, first + i) : -infinity()",
+           "load_lse(params, place, first + i)", "merge-odd"),
+    Mutant(COMBINE, "if (lse != -infinity()) {", "{", "merge-odd"),
+    Mutant(COMBINE, "if (column < params.head_dim_v)", "", "merge-narrow"),
+    Mutant(COMBINE, "if (column + e < params.head_dim_v)", "", "merge-odd"),
+    Mutant(COMBINE, "column < params.head_dim_v; column += kHeadDimV", "column < kHeadDimV; column += kHeadDimV",
+           "merge-wide"),
+    Mutant(MERGE, "total.sum == 0 ? 0 : 1 / total.sum", "1 / total.sum", "merge-odd", kernel=COMBINE),
+    Mutant(MERGE, "finite_maximum(largest)", "largest", "merge-odd", kernel=COMBINE),
+    Mutant(MERGE, "subtract(finite_maximum(total.largest))", "subtract(total.largest)", "merge-odd", kernel=COMBINE),
     # Which sequence and which batch: boundaries may hold anything.
     Mutant(SCALAR, "if (threadIdx.x < 32) map_block", "map_block", "packed-plain-True float16"),
     Mutant(SEQUENCE, "else if (threadIdx.x == 0) {", "else {", "lengths-63x65 float16"),
@@ -279,9 +343,10 @@ def test_unchanged_sources_pass(noticed_by: str) -> None:
 @pytest.mark.parametrize("mutant", [*_barriers(), *CHECKS], ids=str)
 def test_mutant_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     sources = shadow_sources(tmp_path / "src", {mutant.file: mutant.apply()})
+    helpers = [f"{name}.cu" for name in HELPERS]
     for spec in KERNELS:
         only = mutant.kernel or (mutant.file if mutant.file.endswith(".cu") else "")
-        if only and only != f"{spec.name}.cu":
+        if only and only not in (f"{spec.name}.cu", *helpers):
             continue
         with pytest.raises((EmulationError, AssertionError)):
             _notice(mutant.noticed_by, Emulator(spec.name, sources=sources))

@@ -52,7 +52,7 @@ __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, con
 __device__ __forceinline__ void take_split(const AttentionParams& params, long long split, TileMap& tile) {
     const KeyRange any = tile_keys(params, tile).any;
     const long long first = any.begin / kBlockN;
-    const long long num_tiles = max((any.end + kBlockN - 1) / kBlockN - first, 0LL);
+    const long long num_tiles = (any.end + kBlockN - 1) / kBlockN - first;
     const long long num_keys = divide(num_tiles + params.num_splits - 1, params.num_splits) * kBlockN;
     tile.key_begin = first * kBlockN + split * num_keys;
     tile.key_end = min(tile.key_end, tile.key_begin + num_keys);

@@ -1,0 +1,412 @@
+"""Keys split over blocks: how many splits, what each of them sees, and that their results join to the same answer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import CASES, DTYPES
+from cpu_cuda.emulator import Emulator, compiler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import H200, dense, gpu, packed, square
+
+import cuflash
+from cuflash import launch, plan, reference, workspace
+from cuflash.arrays import DTYPES as DTYPES_BY_NAME
+from cuflash.compile import compile_offline
+from cuflash.kernels import KERNELS, KernelSpec, device_of
+from cuflash.knobs import AUTOMATIC, Settings
+from cuflash.plan import make_plan, refusals
+from cuflash.problem import Problem
+from cuflash.splits import (
+    ENOUGH_OF_A_WAVE,
+    MAX_SPLITS,
+    MIN_KEYS_PER_SPLIT,
+    choose_splits,
+    keys_of_a_tile,
+    partial_results,
+    split_strides,
+)
+from cuflash.testing import Case, check, describe, make_data, run
+
+CASES_BY_NAME = {case.name: case for case in CASES}
+rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "resident", "num_keys", "block_n", "expected"),
+    [
+        (1, 132, 511, 64, 1),  # keys are few
+        (1, 132, 512, 64, 2),
+        (1, 132, 512, 256, 1),  # a split has two tiles at least
+        (1, 132, 1024, 256, 2),
+        (132, 132, 2**20, 64, 1),  # blocks are enough
+        (113, 132, 2**20, 64, 1),  # nearly
+        (112, 132, 2**20, 64, 7),
+        (200, 132, 2**20, 64, 1),
+        (66, 132, 2**20, 64, 2),
+        (0, 132, 2**20, 64, 1),
+        (1, 0, 2**20, 64, 1),  # a kernel without splits
+        (1, 132, 2**30, 64, 109),
+        (1, 1000, 2**30, 64, 109),
+        (1, 132, 64 * 200, 64, 40),  # 43 would do, but 40 have as many tiles at most
+    ],
+)
+def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
+    assert choose_splits(num_blocks, resident, num_keys, block_n) == expected
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, 2000), st.integers(1, 1500), st.integers(0, 10**6), st.sampled_from([16, 32, 64, 128]))
+def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int, num_keys: int, block_n: int) -> None:
+    def efficiency(splits: int) -> float:
+        return num_blocks * splits / (-(-num_blocks * splits // resident) * resident)
+
+    splits, num_tiles = choose_splits(num_blocks, resident, num_keys, block_n), -(-num_keys // block_n)
+    allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
+    assert splits in allowed
+    if num_blocks >= resident or len(allowed) == 1:
+        assert splits == 1
+        return
+    enough = ENOUGH_OF_A_WAVE * max(map(efficiency, allowed))
+    fewest = next(s for s in allowed if efficiency(s) >= enough)
+    assert -(-num_tiles // splits) == -(-num_tiles // fewest) and splits <= fewest
+    assert splits == 1 or (splits - 1) * -(-num_tiles // splits) < num_tiles, "a split without a tile"
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 40), st.none() | st.integers(0, 40),
+    st.integers(-70, 70), st.integers(1, 64),
+)  # fmt: skip
+def test_keys_of_a_tile_is_a_bound(n: int, m: int, left: Any, right: Any, offset: int, num_queries: int) -> None:
+    problem = dense(gpu((1, n, 8)), gpu((1, m, 8)), window=(left, right))
+    position, key = offset + np.arange(n)[:, np.newaxis], np.arange(m)
+    visible = np.ones((n, m), bool)
+    if left is not None:
+        visible &= key >= position - left
+    if right is not None:
+        visible &= key <= position + right
+    seen = max((int(visible[i : i + num_queries].any(0).sum()) for i in range(n)), default=0)
+    assert seen <= keys_of_a_tile(problem, n, m, offset, num_queries) <= m
+    assert seen <= keys_of_a_tile(problem, n, m, None, num_queries) <= m
+
+
+def decode(batch: int = 1, heads: int = 8, keys: int = 65536, **options: Any) -> Problem:
+    return dense(gpu((batch, heads, 1, 128)), gpu((batch, heads, keys, 128)), **options)
+
+
+def test_plans() -> None:
+    assert make_plan(square("float16", 64), H200, AUTOMATIC).num_splits == 1
+    few = make_plan(decode(), H200, AUTOMATIC)
+    assert few.num_splits > 40 and few.num_blocks == 8 * few.num_splits
+    assert few.workspace == few.num_splits * 8 * (128 + 1) * 4
+    assert str(few).endswith(
+        f"{few.num_blocks} blocks ({few.num_splits} splits, {few.workspace} bytes of workspace), "
+        f"{few.shared_memory} bytes of shared memory"
+    )
+    assert dict(few.macros)["OUT_DTYPE"] == "CUFLASH_FLOAT32"
+    assert make_plan(decode(window=(300, 0)), H200, AUTOMATIC).num_splits == 1
+    assert make_plan(decode(keys=400), H200, AUTOMATIC).num_splits == 1
+    doubles = dense(gpu((1, 64), "float64"), gpu((9999, 64), "float64"), out_dtype="float16")
+    assert dict(make_plan(doubles, H200, AUTOMATIC).macros)["OUT_DTYPE"] == "CUFLASH_FLOAT64"
+    assert make_plan(packed(8, 8, 8, 8, 64, "float16"), H200, AUTOMATIC).num_splits == 1
+    tall = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 9999, 64))), H200, AUTOMATIC)
+    assert tall.tile.block_m == 64 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
+    short = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 500, 64))), H200, AUTOMATIC)
+    assert short.tile.block_m == 16 and short.num_splits == 1
+
+
+def test_rows_that_cannot_write_partial_results_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = KERNELS[-1]._replace(name="narrow", features=KERNELS[-1].features - {"out_dtype"})
+    monkeypatch.setattr(plan, "KERNELS", (row,))
+    monkeypatch.setattr(plan, "_choices", {})
+    assert refusals(decode(), H200) == [("narrow", None)]
+    assert make_plan(decode(), H200, AUTOMATIC).num_splits == 1
+
+
+def test_workspace_is_packed() -> None:
+    problem = decode(batch=3)
+    partial = partial_results(problem)
+    assert partial.lse is not None and (partial.out_dtype, partial.out.dtype, partial.lse.dtype) == ("float32",) * 3
+    assert split_strides(problem) == (3 * 8 * 128 * 4, 3 * 8 * 4)
+    assert partial.out.strides == (8 * 512, 512, 512, 4) and partial.lse.strides == (32, 4, 4)
+
+
+SPLIT_CASES = [
+    "lengths-17x200", "lengths-200x131", "lengths-5x0", "lengths-0x5", "causal-200x131", "causal-63x65",
+    "top_left-200x70", "heads-8-1-3x70", "heads-6-2-100x90", "heads-6-3-1x200", "batch-broadcast-both", "batch-six",
+    "two_dimensions-into", "window-5-7", "window-100-0", "window-causal-64", "offset--70", "offset--1000",
+    "offset-array-int8", "scale-huge", "softcap", "bias-float32", "mask-batch", "bias-mask-odd", "alibi-float32",
+    "sinks-float32", "sinks-no-keys", "layout-swapped", "layout-reversed-into", "layout-odd_bytes-into",
+    "layout-gaps-into", "out_dtype-float16", "out_dtype-float64", "out_dtype-into", "packed-plain-True",
+    "packed-tail-False", "packed-alibi-sinks", "packed-into", "everything", "everything-few_rows", "everything-strided",
+]  # fmt: skip
+
+
+def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
+    if emulator.refuses(describe(case, dtype)):
+        pytest.skip(f"{emulator.spec.name} refuses")
+    data = make_data(case, dtype)
+    first = run(case, data, np, emulator.function(case))
+    check(case, data, first, rounds_weights=emulator.spec.rounds_weights)
+    emulator.seed = 1 + len(case.name)
+    second = run(case, data, np, emulator.function(case))
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
+@emulated
+@rows
+@dtypes
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_cases(spec: KernelSpec, name: str, dtype: str) -> None:
+    """Every number of splits from 2 to more than there are tiles, by case."""
+    _assert_right_twice(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
+
+
+@emulated
+@rows
+@pytest.mark.parametrize("num_splits", [2, 5, 128])
+@pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
+def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
+    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
+
+
+@emulated
+@rows
+def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
+    case = CASES_BY_NAME["keys-9000"]
+    assert make_plan(describe(case, "float16"), H200, Settings(spec.name, "", False)).num_splits > 8
+    _assert_right_twice(case, "float16", Emulator(spec.name, num_splits=None))
+
+
+@emulated
+@rows
+@pytest.mark.parametrize("name", ["causal-200x131", "batch-six"])
+def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_GRID", 5)
+    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
+
+
+@emulated
+@rows
+def test_without_lse(spec: KernelSpec) -> None:
+    x = np.random.default_rng(0).standard_normal((2, 200, 32)).astype(np.float16)
+    emulator = Emulator(spec.name, num_splits=2)
+    out, _ = emulator.attention(x, x, x, return_lse=True)
+    assert emulator.attention(x, x, x).tobytes() == out.tobytes()
+
+
+def _fake_cupy(*, capturing: bool) -> Any:
+    class Array(np.ndarray):
+        @property
+        def data(self) -> Any:
+            return SimpleNamespace(ptr=self.ctypes.data, memory=self)
+
+    def new(shape: Any, dtype: Any, data: Any, strides: Any) -> Any:
+        return np.ndarray(shape, dtype, data.memory, 0, strides).view(Array)
+
+    stream = SimpleNamespace(is_capturing=lambda: capturing)
+    return SimpleNamespace(
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+        ndarray=new,
+        cuda=SimpleNamespace(get_current_stream=lambda: stream),
+    )
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_memory(swapped: bool) -> None:
+    problem = dense(gpu((2, 3, 5, 16))) if not swapped else dense(gpu((2, 3, 5, 16), strides=(480, 32, 96, 2)))
+    result = workspace.Result((2, 3, 5, 16), problem.out)
+    cupy = _fake_cupy(capturing=False)
+    out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
+    assert not np.shares_memory(out, scratch) and address % 16 == 0 and scratch.size == 100
+    given = cupy.empty(200, np.uint8)[3:]
+    same, scratch, address = workspace.allocate_with_workspace(cupy, result, out, 100, given)
+    assert same is out and scratch is given and address % 16 == 0 and 0 <= address - given.ctypes.data < 16
+    cupy = _fake_cupy(capturing=True)
+    out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
+    memory = out.base
+    while memory.base is not None:
+        memory = memory.base
+    assert memory.nbytes == 2 * 3 * 5 * 16 * 2 + 100, "one allocation, which the result keeps"
+    assert out.ctypes.data + 960 <= address and address + 100 <= memory.ctypes.data + memory.nbytes
+    assert out.strides == problem.out.strides
+    with pytest.raises(ValueError, match="workspace is None, expected a uint8 array of 100 bytes: out is given"):
+        workspace.allocate_with_workspace(cupy, result, out, 100, None)
+
+
+def test_explain_names_splits_and_workspace() -> None:
+    x = np.empty((1, 8, 1, 128), np.float16)
+    k = np.empty((1, 8, 65536, 128), np.float16)
+    explanation = cuflash.explain(cuflash.attention, x, k, k, device=90)
+    assert explanation.plan is not None and explanation.workspace == explanation.plan.workspace > 0
+    text = str(explanation)
+    assert f"{explanation.plan.num_splits} splits of the keys for each tile, joined by a second kernel" in text
+    assert f"workspace      {explanation.workspace} bytes" in text
+
+
+@pytest.mark.parametrize("capability", [75, 80, 90, 120])
+def test_kernels_that_join_compile_without_spills(capability: int) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy with NVRTC")
+    for dtype in DTYPES:
+        for width in (16, 64, 128, 512):
+            problem = dense(gpu((2, 4, 1, 64), dtype), v=gpu((2, 4, 1, width), dtype))
+            build = workspace.combination_of(problem, 4).build
+            for macros in (build.macros, (*build.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
+                resources = compile_offline(build.kernel, macros, device_of(capability).arch)
+                assert resources.spill_bytes == 0 and resources.registers <= 168, (dtype, width, resources)
+                assert resources.stack_bytes == 0 or dict(macros)["ALIGNMENT"] == 1
+
+
+# What only a GPU can show.
+
+
+def _draw(*shape: int, dtype: Any = np.float32, seed: int = 0) -> Any:
+    import cupy
+
+    return cupy.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
+
+
+def _decode_arrays(dtype: Any = np.float32, keys: int = 5000) -> tuple[Any, Any, Any]:
+    q, k, v = _draw(2, 8, 3, 64, dtype=dtype), *(_draw(2, 2, keys, 64, dtype=dtype, seed=i) for i in (1, 2))
+    explanation = cuflash.explain(cuflash.attention, q, k, v)
+    assert explanation.plan is not None and explanation.plan.num_splits > 1
+    return q, k, v
+
+
+def _close(out: Any, q: Any, k: Any, v: Any, **options: Any) -> None:
+    expected, _ = reference.attention(q.get(), k.get(), v.get(), **options)
+    np.testing.assert_allclose(out.get(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@rows
+@dtypes
+@pytest.mark.parametrize("name", SPLIT_CASES)
+def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import cupy
+
+    case = CASES_BY_NAME[name]
+    if spec.refusal(describe(case, dtype), launch.device_info(0)) is not None:
+        pytest.skip(f"{spec.name} refuses")
+    monkeypatch.setattr(plan, "choose_splits", lambda *args: 2 + len(name) % 4)
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_forms", {})
+    data = make_data(case, dtype)
+    with cuflash.options(kernel=spec.name):
+        first, second = run(case, data, cupy), run(case, data, cupy)
+    check(case, data, first, rounds_weights=spec.rounds_weights)
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 3])
+def test_given_workspace(offset: int) -> None:
+    import cupy
+
+    q, k, v = _decode_arrays()
+    needed = cuflash.explain(cuflash.attention, q, k, v).workspace
+    expected = cuflash.attention(q, k, v)
+    memory = cupy.full(needed + 64, 0xFF, np.uint8)
+    given = memory[16 + offset : 16 + needed + (16 if offset else 0)]
+    sizes: list[int] = []
+
+    class Recorder(cupy.cuda.MemoryHook):
+        name = "recorder"
+
+        def malloc_preprocess(self, **kwargs: Any) -> None:
+            sizes.append(kwargs["size"])
+
+    for _ in range(3):  # the last ones by the cache
+        given[...] = 0xFF
+        sizes.clear()
+        with Recorder():
+            out = cuflash.attention(q, k, v, workspace=given)
+        np.testing.assert_array_equal(out.get(), expected.get())
+        assert sizes == [out.nbytes]
+    assert bool((memory[:16] == 0xFF).all()) and bool((memory[-32:] == 0xFF).all())
+    with pytest.raises(
+        ValueError, match=f"workspace has .* bytes from a 16-byte boundary on, expected at least {needed}"
+    ):
+        cuflash.attention(q, k, v, workspace=memory[16 : 16 + needed - 1])
+    with pytest.raises(ValueError, match="workspace overlaps k"):
+        cuflash.attention(q, k, v, workspace=k.view(np.uint8).ravel())
+
+
+@pytest.mark.gpu
+def test_allocates_results_and_workspace_only() -> None:
+    import cupy
+
+    q, k, v = _decode_arrays()
+    cuflash.attention(q, k, v, return_lse=True)
+    sizes: list[int] = []
+
+    class Recorder(cupy.cuda.MemoryHook):
+        name = "recorder"
+
+        def malloc_preprocess(self, **kwargs: Any) -> None:
+            sizes.append(kwargs["size"])
+
+    with Recorder():
+        out, lse = cuflash.attention(q, k, v, return_lse=True)
+    workspace_size = cuflash.explain(cuflash.attention, q, k, v).workspace
+    assert sorted(sizes) == sorted([out.nbytes, lse.nbytes, workspace_size])
+
+
+@pytest.mark.gpu
+def test_graphs_keep_their_workspace() -> None:
+    import cupy
+
+    q, k, v = _decode_arrays()
+    out = cupy.empty(q.shape, np.float32)
+    needed = cuflash.explain(cuflash.attention, q, k, v).workspace
+    given = cupy.empty(needed, np.uint8)
+    cuflash.attention(q, k, v, out=out, workspace=given)
+    cuflash.attention(q, k, v, causal=True)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(ValueError, match=f"workspace is None, expected a uint8 array of {needed} bytes"):
+            cuflash.attention(q, k, v, out=out)
+        cuflash.attention(q, k, v, out=out, workspace=given)
+        allocated = cuflash.attention(q, k, v, causal=True)
+        graph = stream.end_capture()
+        others = [cupy.full(needed, 0xFF, np.uint8) for _ in range(20)]
+        q *= 0.5
+        graph.launch()
+    stream.synchronize()
+    assert all(bool((x == 0xFF).all()) for x in others)
+    _close(out, q, k, v)
+    _close(allocated, q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+def test_other_lengths_of_a_known_form() -> None:
+    for keys in (5000, 5001, 5300, 300, 70_000, 5000):
+        q, k, v = _draw(2, 8, 3, 64), _draw(2, 2, keys, 64, seed=1), _draw(2, 2, keys, 64, seed=2)
+        _close(cuflash.attention(q, k, v, causal=True), q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+@dtypes
+def test_many_splits_have_no_drift(dtype: str) -> None:
+    import cupy
+
+    element = DTYPES_BY_NAME[dtype]
+    rng = cupy.random.default_rng(0)
+    q = rng.standard_normal((4, 64), dtype=np.float32).astype(element)
+    k = rng.standard_normal((1 << 18, 64), dtype=np.float32).astype(element)
+    v = (1 + 0.1 * rng.standard_normal((1 << 18, 64), dtype=np.float32)).astype(element)
+    assert cuflash.explain(cuflash.attention, q, k, v).plan.num_splits > 60
+    scores = q.astype(np.float64) @ k.astype(np.float64).T * 64**-0.5
+    weights = cupy.exp(scores - scores.max(-1, keepdims=True))
+    exact = weights @ v.astype(np.float64) / weights.sum(-1, keepdims=True)
+    error = float(cupy.linalg.norm(cuflash.attention(q, k, v).astype(np.float64) - exact) / cupy.linalg.norm(exact))
+    rounding = float(cupy.linalg.norm(exact.astype(element).astype(np.float64) - exact) / cupy.linalg.norm(exact))
+    assert error <= max(1.1 * rounding, 1e-15 if dtype == "float64" else 1.5e-6)
