@@ -61,7 +61,8 @@ class Combination(NamedTuple):
     num_blocks: int
     stacked: bool
     pieces: tuple[tuple[bytes, tuple[int, ...]], ...]
-    """For each launch the struct behind the addresses, and what to add to those: `outs`, `lses`, `out`, `lse`."""
+    """For each launch the struct behind the addresses, and what to add to those: `outs`, `lses`, `out`, `lse`. None
+    where there are no rows."""
 
     def arguments(self, outs: Sequence[int], lses: Sequence[int], out: int, lse: int) -> list[bytes]:
         """Pack the struct of each launch, given the addresses of the parts (stacked: of the first) and the results."""
@@ -115,7 +116,7 @@ def combine_parts(
         *shape, prod(shape), num_parts, width,
     )  # fmt: skip
     pieces = []
-    for index in product(*(range(length) for _, length in outer)):
+    for index in product(*(range(length) for _, length in outer)) if prod(shape) else ():
         offsets = [
             sum(i * x.strides[axis] for i, (axis, _) in zip(index, outer, strict=True)) if x else 0
             for x in (*outs, *lses, out, lse)

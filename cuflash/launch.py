@@ -91,19 +91,12 @@ class Form:
         if not same_layout or seqlen_k != v.shape[-2]:
             return None
         offset = seqlen_k - seqlen_q if problem.bottom_right else problem.query_offset
-        device = device_info(self.device_id)
-        plan = plan_other_lengths(problem, self.plan, device, seqlen_q, seqlen_k, offset)
+        plan = plan_other_lengths(problem, self.plan, device_info(self.device_id), seqlen_q, seqlen_k, offset)
         if plan is None or not 0 < plan.num_blocks <= MAX_GRID:
             return None
         rows = (*problem.batch, problem.num_heads_q, seqlen_q)
-        out = Operand(
-            problem.out_dtype, strides_like((*rows, problem.head_dim_v), q_strides, ITEMSIZE[problem.out_dtype]), 16
-        )
-        lse = None
-        if problem.lse is not None:
-            lse = Operand(problem.lse_dtype, strides_like(rows, q_strides, ITEMSIZE[problem.lse_dtype]), 16)
-        to_out: Operand = out
-        to_lse, split_strides, split = lse, (0, 0), None
+        out, lse = self._results(rows, q_strides)
+        to_out, to_lse, split_strides, split = out, lse, (0, 0), None
         if plan.num_splits > 1:
             whole = problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k, out=out, lse=lse)
             split = split_of(whole, plan, self.device_id)
@@ -124,6 +117,15 @@ class Form:
             *split_strides,
         )
         return Launch(self, plan, (((plan.num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse, split)
+
+    def _results(self, rows: tuple[int, ...], like: tuple[int, ...]) -> tuple[Operand, Operand | None]:
+        """Layout of new results for a query with the strides `like`."""
+        problem = self.problem
+        out_strides = strides_like((*rows, problem.head_dim_v), like, ITEMSIZE[problem.out_dtype])
+        lse = None
+        if problem.lse is not None:
+            lse = Operand(problem.lse_dtype, strides_like(rows, like, ITEMSIZE[problem.lse_dtype]), 16)
+        return Operand(problem.out_dtype, out_strides, 16), lse
 
 
 Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]

@@ -234,9 +234,8 @@ def _merge_on_gpu(parts: Parts) -> tuple[Any, Any]:
         result = Result(parts.outs[0].shape, out_result)
         out, _workspace, address = allocate_with_workspace(cupy, result, None, merge_workspace(parts), None)
         lse = Result(rows, lse_result).allocate(cupy)
-        if prod(rows):
-            steps = merge_steps(parts, out.data.ptr, lse.data.ptr, address)
-            functions = [kernel_function(step.combination.build, device_id) for step in steps]
-            for function, step in zip(functions, steps, strict=True):
-                launch_combination(function, *step)
+        steps = merge_steps(parts, out.data.ptr, lse.data.ptr, address)
+        functions = [kernel_function(step.combination.build, device_id) for step in steps]
+        for function, step in zip(functions, steps, strict=True):
+            launch_combination(function, *step)
     return out, lse

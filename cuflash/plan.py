@@ -85,17 +85,17 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     varlen = problem.op == "attention_varlen"
     batch, seqlen_q, num_heads_q = problem.batch, problem.seqlen_q, problem.num_heads_q
     group_size = num_heads_q // problem.num_heads_kv if num_heads_q else 1
-    # Of packed sequences the host knows the average length only. A bad guess costs time, and nothing else.
-    average_rows, average_keys = (n // max(batch[0], 1) if varlen else n for n in (seqlen_q, problem.seqlen_k))
+    average_rows = seqlen_q // max(batch[0], 1) if varlen else seqlen_q
     num_planes = num_heads_q * prod(batch)
-    num_keys = keys_of_a_tile(problem, average_rows, average_keys, problem.query_offset, TALL_TILE)
+    # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
+    # given `out` has no `workspace` to be given too.
+    num_keys = 0 if varlen else keys_of_a_tile(problem, seqlen_q, problem.seqlen_k, problem.query_offset, TALL_TILE)
     useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device, num_keys)
     choice = _choose(problem, device, settings, useful_rows)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
         packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
-        head_tiles = (num_heads_q if varlen else num_planes) // packed_heads
-        num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * head_tiles
+        num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * (num_planes // packed_heads)
         num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n)
     if num_splits > 1:
         choice = _choose(partial_results(problem), device, settings._replace(kernel=choice.kernel), useful_rows)
@@ -103,12 +103,7 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     tile = choice.tile
     packed_heads = heads_per_tile(average_rows, group_size, tile)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
-    batch_axes: Axes = ()
-    outer_axes: Axes = ()
-    if not varlen:
-        batch_axes = tuple(enumerate(batch))
-        if len(batch) > BATCH_AXES:
-            outer_axes, batch_axes = _walked_axes(problem if num_splits == 1 else partial_results(problem))
+    outer_axes, batch_axes = _walked_axes(problem if num_splits == 1 else partial_results(problem))
     num_batches = prod(length for _, length in batch_axes)
     return Plan(
         choice.kernel,
@@ -292,7 +287,11 @@ def merge_axes(shape: tuple[int, ...], operands: Sequence[tuple[int, ...]]) -> A
 
 
 def _walked_axes(problem: Problem) -> tuple[Axes, Axes]:
-    """Leading axes that need a launch each, and those that the kernel walks, after merging."""
+    """Leading axes that need a launch each, and those that the kernel walks; merged if they are too many."""
+    if problem.op == "attention_varlen":
+        return (), ()
+    if len(problem.batch) <= BATCH_AXES:
+        return (), tuple(enumerate(problem.batch))
     merged = merge_axes(problem.batch, [operand.strides for operand in problem.operands if operand is not None])
     split = max(0, len(merged) - BATCH_AXES)
     return merged[:split], merged[split:]

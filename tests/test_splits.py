@@ -115,7 +115,8 @@ def test_plans() -> None:
     assert make_plan(decode(keys=400), H200, AUTOMATIC).num_splits == 1
     doubles = dense(gpu((1, 64), "float64"), gpu((9999, 64), "float64"), out_dtype="float16")
     assert dict(make_plan(doubles, H200, AUTOMATIC).macros)["OUT_DTYPE"] == "CUFLASH_FLOAT64"
-    assert make_plan(packed(8, 8, 8, 8, 64, "float16"), H200, AUTOMATIC).num_splits == 1
+    assert make_plan(packed(1, 8000, 8, 8, 64, "float16", window=(4000, 0)), H200, AUTOMATIC).num_splits == 1
+    assert make_plan(packed(1, 1, 8, 8, 64, "float16")._replace(seqlen_k=99999), H200, AUTOMATIC).num_splits == 1
     tall = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 9999, 64))), H200, AUTOMATIC)
     assert tall.tile.block_m == 64 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
     short = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 500, 64))), H200, AUTOMATIC)

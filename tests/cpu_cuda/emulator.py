@@ -328,7 +328,7 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
     at = scratch.ctypes.data + -scratch.ctypes.data % 16
     ranges = [(begin, end, name, False) for name, (_, begin, end) in spans.items() if begin < end]
     ranges += [(begin, end, name, True) for name, (_, begin, end) in (("out", out_span), ("lse", lse_span))]
-    for step in merge_steps(parts, out.ctypes.data, lse.ctypes.data, at) if lse.size else ():
+    for step in merge_steps(parts, out.ctypes.data, lse.ctypes.data, at):
         combination = step.combination
         kernel = compile_kernel(combination.build.kernel, combination.build.macros, sources)
         for packed in combination.arguments(*step[1:]):
