@@ -1,4 +1,4 @@
-"""The only file that touches device memory: allocates results, fills the argument struct, launches.
+"""From a plan to the results: allocates them, fills the argument struct, launches.
 
 A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a
 bounded cache and costs one look-up, one allocation per result and the launch itself. A call that differs from an

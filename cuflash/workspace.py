@@ -1,4 +1,4 @@
-"""Scratch memory for partial results: the caller's, or allocated; and the launches that join what lies in it."""
+"""Results and scratch memory, the caller's or allocated, and the launches that join partial results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 
 def combination_of(problem: Problem, num_splits: int) -> Combination:
     """How the partial results of a split problem are joined into its `out` and `lse`."""
-    partial = partial_results(problem)
+    return _combination(problem, partial_results(problem), num_splits)
+
+
+def _combination(problem: Problem, partial: Problem, num_splits: int) -> Combination:
     assert partial.lse is not None
     rows, width, strides = result_axes(problem), problem.head_dim_v, split_strides(problem)
     return combine_parts(rows, width, [partial.out], [partial.lse], problem.out, problem.lse, num_splits, strides)
@@ -53,7 +56,7 @@ def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
     partial = partial_results(problem)
     assert partial.lse is not None
     strides = split_strides(problem)
-    combination = combination_of(problem, plan.num_splits)
+    combination = _combination(problem, partial, plan.num_splits)
     function = compile_module.kernel_function(combination.build, device_id)
     lse_offset = strides[0] * plan.num_splits
     return Split(combination, function, plan.workspace, lse_offset, partial.out, partial.lse, strides)

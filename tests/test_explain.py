@@ -329,6 +329,9 @@ def test_warmup_compiles_once_and_allocates_nothing(monkeypatch: pytest.MonkeyPa
     warmup(attention, x, x, x)
     warmup(attention, *(StandIn((2, 5, 8), np.float32),) * 3)
     assert len(built) == 1
+    few, many = StandIn((1, 8, 1, 64), np.float32), StandIn((1, 8, 99999, 64), np.float32)
+    warmup(attention, few, many, many)
+    assert [plan.kernel for plan in built[2:]] == ["combine"], "splits are joined by a kernel of their own"
 
 
 def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

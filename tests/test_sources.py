@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cuflash import params
+from cuflash import combine, params
 from cuflash.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.compile import (
     Resources,
@@ -156,6 +156,19 @@ def test_struct_layout_and_shared_memory(spec: KernelSpec) -> None:
             compile_offline(plan.kernel, plan.macros, "sm_90", "\n".join([*checks, size, ""]))
 
 
+@pytest.mark.parametrize("stacked", [True, False])
+def test_struct_layout_of_combine(stacked: bool) -> None:
+    offset, checks = 0, []
+    for name, code in combine.fields(stacked):
+        checks.append(f'static_assert(__builtin_offsetof(cuflash::CombineParams, {name}) == {offset}, "{name}");')
+        offset += struct.calcsize("=" + code)
+    checks.append(f'static_assert(sizeof(cuflash::CombineParams) == {offset}, "size");')
+    assert offset <= 4096, "more than every driver takes"
+    for macro, value in (("kMaxParts", 1 if stacked else combine.MAX_PARTS), ("kThreads", combine.NUM_THREADS)):
+        checks.append(f'static_assert(cuflash::{macro} == {value}, "{macro}");')
+    compile_offline("combine", (("STACKED", int(stacked)),), "sm_90", "\n".join([*checks, ""]))
+
+
 def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
@@ -168,6 +181,7 @@ def test_struct_is_packed_in_order() -> None:
     names = [name for name, code in params.FIELDS for _ in range(int(code[:-1] or 1))]
     fields = dict(zip(names, values, strict=True))
     assert fields["scale"] == 0.25 and fields["window_left"] == 5 and fields["window_right"] == params.OPEN_WINDOW
+    assert fields["num_splits"] == 1 and fields["out_split_stride"] == fields["lse_split_stride"] == 0
     assert fields["seqlen_q"] == 100 and fields["num_heads_q"] == 4 and fields["head_dim"] == 64
 
 
