@@ -34,7 +34,7 @@ class Split(NamedTuple):
 
     combination: Combination
     function: Any
-    """The compiled kernel, None where there is nothing to join."""
+    """The compiled kernel."""
     size: int
     """Bytes of the workspace."""
     lse_offset: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from cuflash import launch
+from cuflash.arrays import inspect
 from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
@@ -125,3 +127,45 @@ def test_a_form_refuses_what_it_does_not_cover() -> None:
     broadcast = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (0, 4 * 64 * 100, 4 * 64, 4))
     problem, _ = describe_attention(broadcast, q, q)
     assert not launch._varies_by_length(problem, form.plan)
+
+
+def _pointers(arguments: tuple[Any, ...], count: int) -> list[int]:
+    """First addresses in the struct that a launch passes by value."""
+    (by_value,) = arguments
+    return list((ctypes.c_uint64 * count).from_address(by_value.ptr))
+
+
+def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward kernel writes into the workspace, from its first boundary on; the second one reads from there."""
+    launched: list[tuple[str, tuple[int, ...], list[int]]] = []
+
+    def kernel_function(plan: Any, device_id: int) -> Any:
+        def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
+            launched.append((plan.kernel, grid, _pointers(arguments, 5 if plan.kernel != "combine" else 4)))
+
+        return function
+
+    monkeypatch.setattr(launch.compile_module, "kernel_function", kernel_function)
+    q, k = _array((2, 4, 1, 64), np.float16, "contiguous"), _array((2, 4, 9000, 64), np.float16, "contiguous")
+    form, split_call = _planned(q, k, k, {"return_lse": True})
+    form.get_device = lambda: 0
+    plan = form.plan
+    assert plan.num_splits > 1
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, plan.workspace + 64, None, 0), 3)
+    scratch = cupy.ndarray((plan.workspace + 13,), np.uint8, memory)
+    out, lse = (cupy.ndarray(shape, dtype, q.data) for shape, dtype in (((2, 4, 1, 64), np.float16), ((2, 4, 1), "f")))
+    assert split_call.run([1, 2, 3, 400, 500] + [0] * 7, out, lse, scratch) == (out, lse)
+    at, partial_lse = (1 << 45) + 16, (1 << 45) + 16 + plan.num_splits * 2 * 4 * 64 * 4
+    (first, grid, pointers), (second, _, joined) = launched
+    assert (first, grid, pointers) == (plan.kernel, (plan.num_blocks,), [1, 2, 3, at, partial_lse])
+    assert (second, joined) == ("combine", [at, partial_lse, 400, 500])
+
+    pointers = [q.data.ptr, k.data.ptr, k.data.ptr, 0, 0] + [0] * 7
+    assert not split_call.takes(scratch, pointers), "not known yet how far the arrays reach"
+    split_call.set_extents({name: inspect(name, x) for name, x in (("q", q), ("k", k), ("v", k))})
+    assert split_call.takes(scratch, pointers)
+    assert not split_call.takes(scratch[1:-13], pointers), "too small from the boundary on"
+    assert not split_call.takes(scratch[::2], pointers)
+    assert not split_call.takes(scratch.view(np.int8), pointers)
+    assert not split_call.takes(np.empty(plan.workspace + 16, np.uint8), pointers)
+    assert not split_call.takes(cupy.ndarray(scratch.shape, np.uint8, k.data + 64), pointers), "over the keys"
