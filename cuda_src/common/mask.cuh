@@ -46,9 +46,9 @@ __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, con
     return {{first.begin, last.end}, {last.begin, first.end}};
 }
 
-// Leaves the block one part of the keys that its tile sees. Borders lie at whole key tiles, counted from key 0, so that
-// wherever a kernel begins to walk no part is longer than another by more than one. A range of keys is all there is to
-// a split: rows see nothing outside of it, and a row that sees nothing at all gives 0 and -inf.
+// Leaves the block one part of the keys that its tile sees: one more bound on what its rows see, so that kernels need
+// no other loop, and rows that see nothing of it give 0 and -inf. Borders are multiples of kBlockN from key 0, for
+// kernels that walk whole tiles from there; all parts but the last ones are equally long.
 __device__ __forceinline__ void take_split(const AttentionParams& params, long long split, TileMap& tile) {
     const KeyRange any = tile_keys(params, tile).any;
     const long long first = any.begin / kBlockN;
