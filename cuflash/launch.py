@@ -32,7 +32,7 @@ from .params import (
 )
 from .plan import MAX_GRID, Plan, make_plan, plan_other_lengths
 from .problem import Operand, Problem, result_rows
-from .splits import partial_results
+from .splits import partial_results, result_axes
 from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 
 CACHE_SIZE = 4096
@@ -98,9 +98,8 @@ class Form:
         out, lse = self._results(rows, q_strides)
         to_out, to_lse, split_strides, split = out, lse, (0, 0), None
         if plan.num_splits > 1:
-            whole = problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k, out=out, lse=lse)
-            split = split_of(whole, plan, self.device_id)
-            to_out, to_lse, split_strides = split.out, split.lse, split.strides
+            split = split_of(rows, problem, out, lse, plan, self.device_id)
+            to_out, to_lse, split_strides = split.partial
         num_batch = len(problem.batch)
         lengths = pack_lengths(
             *dense_strides(q_strides, num_batch),
@@ -366,7 +365,9 @@ def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, l
     plan = make_plan(problem, device_info(device_id), settings())
     check_size(infos, plan.workspace)
     form = Form(problem, plan, device_id)
-    split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
+    split = None
+    if plan.num_splits > 1:
+        split = split_of(result_axes(problem), problem, problem.out, problem.lse, plan, device_id)
     rows = result_rows(problem)
     launch = Launch(form, plan, _parts(form), rows, problem.seqlen_k, problem.out, problem.lse, split)
     if "out" in infos or "lse" in infos or "workspace" in infos:

@@ -12,11 +12,13 @@ from .params import BATCH_AXES
 from .problem import Problem, common_alignment
 from .splits import (
     ENOUGH_THREADS,
+    Partial,
     choose_splits,
     keys_of_a_tile,
+    partial_layout,
+    partial_of,
     partial_results,
     splits_allowed,
-    workspace_bytes,
 )
 
 MAX_GRID = 2**31 - 1
@@ -111,7 +113,7 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
         tile,
         num_m_blocks * (num_heads_q // packed_heads) * num_batches * num_splits,
         choice.shared_memory,
-        workspace_bytes(problem, num_splits),
+        _workspace(partial_of(problem), num_splits),
         num_batches,
         num_m_blocks,
         group_size,
@@ -156,12 +158,17 @@ def plan_other_lengths(
     num_splits = choose_splits(num_tiles, plan.resident_blocks, num_keys, tile.block_n)
     if (num_splits == 1) != (plan.num_splits == 1):
         return None
+    rows = (*problem.batch, problem.num_heads_q, seqlen_q)
     workspace = 0
     if num_splits > 1:
-        workspace = workspace_bytes(problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k), num_splits)
+        workspace = _workspace(partial_layout(rows, problem.head_dim_v, problem.lse_dtype), num_splits)
     return plan._replace(
         num_blocks=num_tiles * num_splits, num_m_blocks=num_m_blocks, num_splits=num_splits, workspace=workspace
     )
+
+
+def _workspace(partial: Partial, num_splits: int) -> int:
+    return num_splits * sum(partial.strides) if num_splits > 1 else 0
 
 
 def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Device, num_keys: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from .arrays import ITEMSIZE, contiguous_strides
 from .problem import Operand, Problem, alignment_of
@@ -84,25 +85,36 @@ def result_axes(problem: Problem) -> tuple[int, ...]:
     return *problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
+class Partial(NamedTuple):
+    """Where the results of a split lie in a workspace: packed, all `out` first, in the type of the computation."""
+
+    out: Operand
+    lse: Operand
+    strides: tuple[int, int]
+    """Bytes from split to split of `out` and `lse`."""
+
+
+@lru_cache(maxsize=1024)
+def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str) -> Partial:
+    """Layout of the partial results of `rows` x `head_dim_v`."""
+    shape = (*rows, head_dim_v)
+    out_strides, lse_strides = (contiguous_strides(axes, ITEMSIZE[dtype]) for axes in (shape, rows))
+    out = Operand(dtype, out_strides, alignment_of(0, shape, out_strides))
+    lse = Operand(dtype, lse_strides, alignment_of(0, rows, lse_strides))
+    return Partial(out, lse, (prod(shape) * ITEMSIZE[dtype], prod(rows) * ITEMSIZE[dtype]))
+
+
+def partial_of(problem: Problem) -> Partial:
+    """Layout of a problem's partial results."""
+    return partial_layout(result_axes(problem), problem.head_dim_v, problem.lse_dtype)
+
+
 def partial_results(problem: Problem) -> Problem:
-    """Return the problem whose `out` and `lse` are those of one split, packed, in the type of the computation."""
-    dtype, rows = problem.lse_dtype, result_axes(problem)
-    out_shape = (*rows, problem.head_dim_v)
-    out_strides = contiguous_strides(out_shape, ITEMSIZE[dtype])
-    lse_strides = contiguous_strides(rows, ITEMSIZE[dtype])
-    return problem._replace(
-        out_dtype=dtype,
-        out=Operand(dtype, out_strides, alignment_of(0, out_shape, out_strides)),
-        lse=Operand(dtype, lse_strides, alignment_of(0, rows, lse_strides)),
-    )
+    """Return the problem whose `out` and `lse` are those of one split."""
+    partial = partial_of(problem)
+    return problem._replace(out_dtype=partial.out.dtype, out=partial.out, lse=partial.lse)
 
 
 def split_strides(problem: Problem) -> tuple[int, int]:
-    """Bytes from split to split of the partial `out` and `lse`. All of `out` comes first in the workspace."""
-    lse_bytes = prod(result_axes(problem)) * ITEMSIZE[problem.lse_dtype]
-    return lse_bytes * problem.head_dim_v, lse_bytes
-
-
-def workspace_bytes(problem: Problem, num_splits: int) -> int:
-    """Size of all partial results."""
-    return num_splits * sum(split_strides(problem)) if num_splits > 1 else 0
+    """Bytes from split to split of the partial `out` and `lse`."""
+    return partial_of(problem).strides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,7 +13,7 @@ from .arrays import DTYPES, ArrayInfo
 from .checks import BOUNDARY, workspace_size
 from .combine import NUM_THREADS, Combination, combine_parts
 from .problem import Operand, Problem
-from .splits import partial_results, result_axes, split_strides
+from .splits import Partial, partial_layout, result_axes
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -20,13 +21,17 @@ if TYPE_CHECKING:
 
 def combination_of(problem: Problem, num_splits: int) -> Combination:
     """How the partial results of a split problem are joined into its `out` and `lse`."""
-    return _combination(problem, partial_results(problem), num_splits)
+    return _combination(
+        result_axes(problem), problem.head_dim_v, problem.lse_dtype, problem.out, problem.lse, num_splits
+    )
 
 
-def _combination(problem: Problem, partial: Problem, num_splits: int) -> Combination:
-    assert partial.lse is not None
-    rows, width, strides = result_axes(problem), problem.head_dim_v, split_strides(problem)
-    return combine_parts(rows, width, [partial.out], [partial.lse], problem.out, problem.lse, num_splits, strides)
+@lru_cache(maxsize=1024)  # a key more or less, as from step to step of decoding, changes nothing here
+def _combination(
+    rows: tuple[int, ...], head_dim_v: int, dtype: str, out: Operand, lse: Operand | None, num_splits: int
+) -> Combination:
+    partial = partial_layout(rows, head_dim_v, dtype)
+    return combine_parts(rows, head_dim_v, [partial.out], [partial.lse], out, lse, num_splits, partial.strides)
 
 
 class Split(NamedTuple):
@@ -39,11 +44,7 @@ class Split(NamedTuple):
     """Bytes of the workspace."""
     lse_offset: int
     """Where the partial lse begins in it."""
-    out: Operand
-    """Partial `out` and `lse` of one split."""
-    lse: Operand
-    strides: tuple[int, int]
-    """Bytes from split to split."""
+    partial: Partial
 
     def combine(self, workspace: int, out: int, lse: int) -> None:
         """Join what lies in a workspace, given addresses, on the current stream of the current device."""
@@ -51,15 +52,18 @@ class Split(NamedTuple):
         launch_combination(self.function, self.combination, *addresses)
 
 
-def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
-    """Work out what a plan with several splits needs, and compile it."""
-    partial = partial_results(problem)
-    assert partial.lse is not None
-    strides = split_strides(problem)
-    combination = _combination(problem, partial, plan.num_splits)
+def split_of(
+    rows: tuple[int, ...], problem: Problem, out: Operand, lse: Operand | None, plan: Plan, device_id: int
+) -> Split:
+    """Work out what a plan with several splits needs, and compile it.
+
+    `rows` are the `result_axes` of the call and `out` and `lse` its results; of the problem only what does not depend
+    on lengths is used.
+    """
+    partial = partial_layout(rows, problem.head_dim_v, problem.lse_dtype)
+    combination = _combination(rows, problem.head_dim_v, problem.lse_dtype, out, lse, plan.num_splits)
     function = compile_module.kernel_function(combination.build, device_id)
-    lse_offset = strides[0] * plan.num_splits
-    return Split(combination, function, plan.workspace, lse_offset, partial.out, partial.lse, strides)
+    return Split(combination, function, plan.workspace, partial.strides[0] * plan.num_splits, partial)
 
 
 def launch_combination(

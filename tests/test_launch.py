@@ -15,6 +15,7 @@ from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
 from cuflash.problem import describe_attention, result_rows
+from cuflash.splits import result_axes
 from cuflash.workspace import split_of
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
@@ -42,7 +43,9 @@ def _planned(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[launch.Fo
     problem, _ = describe_attention(q, k, v, **options)
     plan = make_plan(problem, device_of(90), AUTOMATIC)
     form = launch.Form(problem, plan, 0)
-    split = split_of(problem, plan, 0) if plan.num_splits > 1 else None
+    split = None
+    if plan.num_splits > 1:
+        split = split_of(result_axes(problem), problem, problem.out, problem.lse, plan, 0)
     rows, parts = result_rows(problem), launch._parts(form)
     return form, launch.Launch(form, plan, parts, rows, problem.seqlen_k, problem.out, problem.lse, split)
 
