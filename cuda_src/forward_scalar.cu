@@ -125,7 +125,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                                                  const TileKeys& keys, long long n_begin, int first_row, int lane,
                                                  Accumulator (&scores)[kRows][kColumns]) {
     const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-    const bool per_row = kBiasDtype != 0 || kHasMask || tile.alibi_slopes != nullptr;
+    const bool per_row = kBiasDtype != 0 || kHasMask || kHasAlibi;
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -133,11 +133,11 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) scores[i][j] = scaled_score(scale, scores[i][j]);
         if (per_row) {
-            const RowContext row = row_context(params, tile, tile_row, n_begin);
+            const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
                 Accumulator logit[1] = {scores[i][j]};
-                scores_to_row_logits<false>(params, tile, row, lane + j * kLanesPerRow, logit);
+                scores_to_row_logits<false>(params, row, lane + j * kLanesPerRow, logit);
                 scores[i][j] = logit[0];
             }
         }

@@ -112,7 +112,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         Vector16 logits = chunk;
 #pragma unroll
         for (float& logit : logits.values) logit = scaled_score(scale, logit);
-        scores_to_row_logits<kVectors>(params, tile, row, column, logits.values);
+        scores_to_row_logits<kVectors>(params, row, column, logits.values);
         chunk = logits;
     }
 }
@@ -251,7 +251,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             shared.keys = tile_keys(params, tile);
             const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
             // A multiplier below the normal range counts as 0, and 0 x -inf is no hidden score.
-            const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && tile.alibi_slopes == nullptr &&
+            const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && !kHasAlibi &&
                                     multiplier >= 1.17549435e-38f && multiplier < infinity();
             shared.only_scale = only_scale;
             shared.logit_factor = only_scale ? static_cast<float>(params.scale) : 1;
@@ -317,7 +317,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
                 const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
                 float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
                 if (!shared.only_scale) {
-                    const RowContext row = row_context(params, tile, tile_row, n_begin);
+                    const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
                     if (has_vectors<kChunk>(params, row))
                         scores_to_logits<true>(params, tile, shared.score_scale, row, scores, first_column);
                     else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, first_column);

@@ -26,7 +26,7 @@ def _lengths() -> list[Case]:
 
 def _head_dims() -> list[Case]:
     dims = [(d, d) for d in (1, 3, 8, 17, 40, 72, 80, 96, 128, 160, 192, 256, 320, 512)]
-    dims += [(64, 128), (128, 1), (1, 512), (72, 40), (192, 128)]
+    dims += [(64, 128), (128, 1), (1, 512), (72, 40), (192, 128), (16, 512), (80, 160)]
     return [
         Case(f"head_dim-{d}-{dv}", (1, 2, 70, d), (1, 2, 75, d), head_dim_v=dv, options={"causal": True})
         for d, dv in dims
@@ -113,6 +113,7 @@ def _memory() -> list[Case]:
     for dtype in ("float16", "bfloat16", "float32", "float64"):
         cases.append(Case(f"out_dtype-{dtype}", (1, 2, 70, 32), (1, 2, 80, 32), options={"out_dtype": dtype}))
     wider = {"out_dtype": "float64"}
+    cases.append(Case("out_dtype-odd", (1, 2, 70, 17), (1, 2, 80, 17), options={"out_dtype": "float32"}))
     cases.append(Case("out_dtype-into", (1, 2, 70, 24), (1, 2, 80, 24), options=wider, give_out=True))
     return cases
 
@@ -170,7 +171,37 @@ def _combined() -> list[Case]:
     ]
 
 
-CASES = [*_lengths(), *_head_dims(), *_heads(), *_visibility(), *_scores(), *_memory(), *_packed(), *_combined()]
+def _wide() -> list[Case]:
+    """Head dimensions for which warps share their rows, over several tiles of keys."""
+    everything: dict[str, tuple[Shape, str]] = {
+        "bias": ((1, 140, 200), "float32"),
+        "mask": ((140, 200), "bool"),
+        "alibi_slopes": ((2,), "float32"),
+        "sinks": ((2,), "float32"),
+    }
+    options = {"causal": True, "window": (90, 5), "softcap": 3.0, "scale": -0.2}
+    boundaries = ((0, 70, 75, 200), (0, 90, 91, 230))
+    return [
+        Case("wide-causal", (1, 2, 140, 256), (1, 1, 200, 256), options={"causal": True}),
+        Case("wide-window", (1, 1, 140, 512), (1, 1, 170, 512), options={"window": (40, 20)}),
+        Case("wide-window-160", (1, 1, 140, 160), (1, 1, 170, 160), options={"window": (10, 10)}),
+        Case("wide-everything", (1, 2, 140, 256), (1, 1, 200, 256), 200, options, everything),
+        Case("wide-packed", (200, 2, 160), (230, 1, 160), cu_seqlens=boundaries, options={"causal": True}),
+        Case("wide-keys-4200", (1, 1, 20, 160), (1, 1, 4200, 160), value_mean=1.0),
+    ]
+
+
+CASES = [
+    *_lengths(),
+    *_head_dims(),
+    *_heads(),
+    *_visibility(),
+    *_scores(),
+    *_memory(),
+    *_packed(),
+    *_combined(),
+    *_wide(),
+]
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 _TF32 = (

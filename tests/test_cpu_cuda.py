@@ -68,7 +68,7 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
 
 @rows
 @dtypes
-@pytest.mark.parametrize("capability", [75, 86])
+@pytest.mark.parametrize("capability", [75, 80, 86])
 @pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The three tallest tiles and the lowest, of devices with less shared memory."""
@@ -79,6 +79,35 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
     tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
     for tile in dict.fromkeys((*tiles[:3], tiles[-1])):
         _assert_right_twice(case, dtype, Emulator(spec.name, tile, device))
+
+
+@rows
+@pytest.mark.parametrize(
+    "name", ["everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything"]
+)
+def test_every_tile(spec: KernelSpec, name: str) -> None:
+    """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves are staggered."""
+    case = CASES_BY_NAME[name]
+    for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16"), device_of(90)))):
+        _assert_right_twice(case, "float16", Emulator(spec.name, tile))
+
+
+@rows
+def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
+    case = CASES_BY_NAME["wide-keys-4200"]
+    tile = str(spec.tiles(describe(case, "float16"), device_of(90))[0])
+    _assert_right_twice(case, "float16", Emulator(spec.name, tile))
+
+
+def test_forward_mma_has_a_tile_of_every_form() -> None:
+    """So that the tests above meet them: one and two stages, rows that are shared, and 256 threads, staggered."""
+    spec = next(spec for spec in KERNELS if spec.name == "forward_mma")
+    forms = set()
+    for name in ("causal-200x131", "wide-causal", "wide-window"):
+        problem = describe(CASES_BY_NAME[name], "float16")
+        for tile in spec.tiles(problem, device_of(90)):
+            forms.add((problem.head_dim_v > 128, tile.stages, tile.num_threads == 256))
+    assert {(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)} <= forms
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,12 @@ _HEAD = """
 struct Params {{ const {input}* in; const {input}* in_2; {output}* out; }};
 extern "C" __global__ void test_kernel(const __grid_constant__ Params params) {{
     extern __shared__ __align__(16) char shared_memory[];
-    const unsigned int thread = threadIdx.x, lane = threadIdx.x & 31;
+    const unsigned int thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     auto* shared = reinterpret_cast<{input}*>(shared_memory);
     const auto* in = params.in;
     const auto* in_2 = params.in_2;
     auto* out = params.out;
-    (void)thread, (void)lane, (void)shared, (void)in, (void)in_2, (void)out;
+    (void)thread, (void)warp, (void)lane, (void)shared, (void)in, (void)in_2, (void)out;
 """
 
 
@@ -61,6 +61,9 @@ FINDINGS = {
     "write-read race": (
         "shared[thread] = 1; __syncthreads(); out[thread] = shared[thread ^ 32]; shared[thread] = 2;", UNORDERED,
     ),
+    "write-read race with the first of several lanes": (
+        "shared[thread] = 1; __syncthreads(); out[thread] = shared[warp]; if (thread == 31) shared[0] = 2;", UNORDERED,
+    ),
     "write-write race": ("shared[thread / 2] = thread;", UNORDERED),
     "uninitialised": ("__syncthreads(); out[thread] = shared[thread];", "nobody has written"),
     "before the input": ("out[thread] = in[static_cast<int>(thread) - 1];", "byte -4 of in,"),
@@ -90,6 +93,10 @@ FINDINGS = {
         "if (thread < 16) cp_async_16(shared + 4 * thread, in, true); cp_async_wait(); out[thread] = shared[thread];",
         UNORDERED,
     ),
+    "copy over what the thread has read": (
+        "auto& mine = shared[4 * thread]; mine = 1; __syncthreads(); out[thread] = mine;"
+        "cp_async_16(&mine, in, true); out[thread] += mine;", "before the wait",
+    ),
     "copy never waited for": ("if (thread < 16) cp_async_16(shared + 4 * thread, in, true);", "not waited for"),
     "copy from outside": ("cp_async_16(shared + 4 * (thread % 16), in + 64, true);", "byte 256 of in"),
     "copy on no boundary": ("if (thread == 0) cp_async_16(shared + 1, in, true);", "boundary"),
@@ -110,6 +117,118 @@ def test_notices(name: str, seed: int, tmp_path: Path) -> None:
         _emulate(
             kernel, arrays, 64, 1024 if "copy" in name or "group" in name else 256, seed, 2 if "blocks" in name else 1
         )
+
+
+_EXCHANGE = """
+    if (warp < 2) {
+        shared[thread] = in[thread];
+        barrier_wait(1, 64);
+        out[thread] = shared[63 - thread];
+    }
+"""
+"""Warps 0 and 1 of four, each of which then reads what the other wrote."""
+_COPY = """
+    if (warp < 2) {
+        if (thread < 16) cp_async_16(shared + 4 * thread, in + 4 * thread, true);
+        cp_async_wait();
+        barrier_wait(1, 64);
+        out[thread] = shared[63 - thread];
+    }
+"""
+
+BARRIER_FINDINGS = {
+    "exchange without a barrier": (_EXCHANGE.replace("barrier_wait(1, 64);", ""), UNORDERED),
+    "exchange over a barrier of one warp": (_EXCHANGE.replace("1, 64", "1 + warp, 32"), UNORDERED),
+    "exchange over a barrier that comes too early": (
+        _EXCHANGE.replace("barrier_wait(1, 64);", "").replace("shared[thread]", "barrier_wait(1, 64); shared[thread]"),
+        UNORDERED,
+    ),
+    "a third warp reads": (_EXCHANGE + "if (warp == 2) out[thread] = shared[lane];", UNORDERED),
+    "a third warp reads after a barrier with others": (
+        _EXCHANGE + "if (warp > 1) { barrier_wait(2, 64); out[thread] = shared[lane]; }", UNORDERED
+    ),
+    "a third warp reads after a barrier with the second": (
+        # Which knows what the first did before their barrier, and no more.
+        _EXCHANGE + "if (warp == 0) shared[64 + lane] = 3;"
+        "if (warp == 1 || warp == 2) barrier_wait(2, 64); if (warp == 2) out[thread] = shared[64 + lane];",
+        UNORDERED,
+    ),
+    "a warp writes what a third has read": (
+        "shared[thread] = 1; __syncthreads(); if (warp == 2) out[thread] = shared[lane];"
+        "if (warp < 2) barrier_wait(1, 64); if (warp == 0) shared[lane] = 2;",
+        UNORDERED,
+    ),
+    "a warp writes what one of its readers may still read": (
+        "shared[thread] = 1; __syncthreads(); if (warp > 0) out[thread] = shared[lane];"
+        "if (warp < 2) barrier_wait(1, 64); if (warp == 0) shared[lane] = 2;",
+        UNORDERED,
+    ),
+    "a warp writes what it and another have read": (
+        "shared[thread] = 1; __syncthreads(); if (warp < 2) out[thread] = shared[lane];"
+        "if (warp == 1) { barrier_wait(1, 32); shared[lane] = 2; }",
+        UNORDERED,
+    ),
+    "copy not waited for": (_COPY.replace("cp_async_wait();", ""), "before the wait"),
+    "copy waited for after the barrier": (
+        _COPY.replace("cp_async_wait();", "").replace("64);", "64); cp_async_wait();"), f"{UNORDERED}|before the wait"
+    ),
+    "copy seen by a third warp": (_COPY + "if (warp == 2) out[thread] = shared[lane];", f"{UNORDERED}|before the wait"),
+    "two pairs in one barrier": ("barrier_wait(1, 64);", "which other warps have used, with no barrier between"),
+    "a barrier taken over": (
+        "if (warp < 2) barrier_wait(1, 64);"
+        "if (warp == 2 || warp == 3) { barrier_wait(2, 64); barrier_any(1, 64, true); }",
+        "which other warps have used, with no barrier between|while other warps wait in barrier_",
+    ),
+    "barrier 0": ("barrier_wait(0, 64);", "comes to barrier 0, but they are 1 to 15"),
+    "barrier 16": ("barrier_any(16, 64, true);", "comes to barrier 16, but they are 1 to 15"),
+    "no threads": ("barrier_wait(1, 0);", "barrier_wait 1 for 0 threads, which are no warps"),
+    "half a warp": ("barrier_wait(1, 48);", "barrier_wait 1 for 48 threads, which are no warps"),
+    "more threads than the block": ("barrier_any(2, 160, true);", "barrier_any 2 for 160 threads, .* a block of 128"),
+    "other counts of warps": ("barrier_wait(1, thread < 64 ? 128 : 96);", "for (96 .* for 128|128 .* for 96)"),
+    "other counts of lanes": ("barrier_wait(1, lane < 16 ? 128 : 96);", "barrier_wait 1 for 96 threads while others"),
+    "with and without a vote": (
+        "if (thread < 64) barrier_wait(1, 128); else barrier_any(1, 128, true);", "while other warps wait in barrier_"
+    ),
+    "lanes in other barriers": (
+        "barrier_wait(lane < 16 ? 1 : 2, 64);", r"calls barrier_wait \d while other lanes of its warp wait in barrier_"
+    ),
+    "lanes apart": (
+        "if (lane < 16) barrier_wait(1, 128); else __syncwarp();", "while other lanes of its warp wait in"
+    ),
+    "lanes that never come": (
+        "if (lane < 16) barrier_wait(1, 128);",
+        "from thread 0 in barrier_wait 1; from thread 16 in the end of the kernel; from thread 32 in barrier_wait 1",
+    ),
+    "two half warps are no warp": (
+        "if (thread < 16 || (48 <= thread && thread < 64)) barrier_wait(1, 32);", "wait for each other for ever"
+    ),
+    "lanes in a barrier of the block": (
+        "if (lane < 16) barrier_wait(1, 128); else __syncthreads();",
+        "from thread 0 in barrier_wait 1; from thread 16 in __syncthreads",
+    ),
+    "warps that never come": (
+        "if (thread < 64) barrier_any(3, 96, true);",
+        "from thread 0 in barrier_any 3; from thread 32 in barrier_any 3; from thread 64 in the end of the kernel",
+    ),
+    "other orders": (
+        "barrier_wait(thread < 64 ? 4 : 5, 128); barrier_wait(thread < 64 ? 5 : 4, 128);",
+        "from thread 0 in barrier_wait 4; .* from thread 64 in barrier_wait 5",
+    ),
+    "a barrier of the block instead": (
+        "if (thread < 32) __syncthreads(); else barrier_wait(1, 128);",
+        "from thread 0 in __syncthreads; from thread 32 in barrier_wait 1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize("name", BARRIER_FINDINGS)
+def test_notices_at_named_barriers(name: str, seed: int, tmp_path: Path) -> None:
+    body, message = BARRIER_FINDINGS[name]
+    kernel = _compile(_source(body, '#include "ptx/barrier.cuh"\n#include "ptx/cp_async.cuh"'), tmp_path)
+    arrays = tuple(np.zeros(128, np.float32) for _ in range(3))
+    with pytest.raises(EmulationError, match=message):
+        _emulate(kernel, arrays, 128, 512, seed)
 
 
 def test_names_the_line(tmp_path: Path) -> None:
@@ -139,7 +258,8 @@ def _run(
     threads: int = 32, shared: int = 8192,
 ) -> np.ndarray:  # fmt: skip
     """Run one block on the CPU, in several orders of its lanes, or on a GPU; return the output."""
-    source = _source(body, f'#include "common/numeric.cuh"\n#include "ptx/{include}.cuh"', types)
+    headers = "\n".join(f'#include "ptx/{name}.cuh"' for name in include.split())
+    source = _source(body, f'#include "common/numeric.cuh"\n{headers}', types)
     if back_end == "gpu":
         return _run_on_gpu(source, arrays, threads, shared)
     _assemble(source)
@@ -296,6 +416,94 @@ def test_copies_arrive_at_their_waits(back_end: str, tmp_path: Path) -> None:
     assert (out == expected).all()
 
 
+def _run_warps(back_end: str, body: str, values: np.ndarray, tmp_path: Path, include: str) -> np.ndarray:
+    """Run four warps; the elements that they have not written stay zero."""
+    body = f"out[thread] = 0; {body}"
+    arrays = values, values, np.empty(128, np.float32)
+    return _run(back_end, body, arrays, tmp_path, include, ("float", "float"), 128, 512)
+
+
+@backends
+def test_warps_exchange_over_a_barrier(back_end: str, tmp_path: Path) -> None:
+    """Twice in two pairs, while the others are elsewhere; then over a barrier that other warps have used."""
+    body = """
+        const int pair = warp / 2;
+        float sum = in[thread];
+        for (int round = 0; round < 2; ++round) {
+            shared[thread] = sum;
+            barrier_wait(1 + pair, 64);
+            sum += 10 * shared[thread ^ 63];
+            barrier_wait(1 + pair, 64);
+        }
+        shared[thread] = sum;
+        __syncthreads();
+        shared[thread] = -sum;
+        if (warp > 0) {
+            barrier_wait(1, 96);
+            sum = shared[32 + (thread + 32) % 96];
+        }
+        out[thread] = sum;
+    """
+    values = np.arange(128, dtype=np.float32)
+    out = _run_warps(back_end, body, values, tmp_path, "barrier")
+    for _ in range(2):
+        values = values + 10 * values[np.arange(128) ^ 63]
+    assert (out == np.concatenate([values[:32], -np.roll(values[32:], -64)])).all()
+
+
+@backends
+def test_order_passes_on_from_barrier_to_barrier(back_end: str, tmp_path: Path) -> None:
+    """Warp 2 sees what warp 0 wrote, and writes where warps 0 and 1 have read, without having met warp 0."""
+    body = """
+        if (warp == 3) __syncthreads();
+        if (warp == 0) shared[lane] = in[lane];
+        __syncwarp();
+        if (warp == 0) out[thread] = shared[31 - lane];
+        if (warp < 2) barrier_wait(1, 64);
+        if (warp == 1) out[thread] = shared[lane ^ 1];
+        if (warp == 1 || warp == 2) barrier_wait(2, 64);
+        if (warp == 2) {
+            out[thread] = shared[lane];
+            __syncwarp();
+            shared[31 - lane] = 2 * in[lane];
+        }
+        if (warp < 3) __syncthreads();
+        if (warp == 3) out[thread] = shared[lane];
+    """
+    values = np.random.default_rng(0).standard_normal(32).astype(np.float32)
+    out = _run_warps(back_end, body, values, tmp_path, "barrier").reshape(4, 32)
+    expected = values[::-1], values[np.arange(32) ^ 1], values, 2 * values[::-1]
+    for row, value in zip(out, expected, strict=True):
+        assert (row == value).all()
+
+
+@backends
+def test_copies_are_seen_after_a_barrier(back_end: str, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal(128).astype(np.float32)
+    out = _run_warps(back_end, _COPY, values, tmp_path, "barrier cp_async")
+    assert (out[:64] == values[63::-1]).all() and not out[64:].any()
+
+
+@backends
+def test_barrier_any(back_end: str, tmp_path: Path) -> None:
+    """One use of a barrier right after the other, in which three warps vote, and a warp that asks itself alone."""
+    body = """
+        for (int round = 0; round < 16; ++round) {
+            const bool mine = in[round * 128 + thread] != 0;
+            const bool any = thread < 96 ? barrier_any(1, 96, mine) : barrier_any(15, 32, mine);
+            out[round * 128 + thread] = any;
+        }
+    """
+    votes = np.zeros((16, 128), np.int32)
+    rng = np.random.default_rng(0)
+    for i, row in enumerate(votes):
+        row[rng.integers(96)] = -2 * (i % 2)
+        row[96 + rng.integers(32)] = i // 2 % 2
+    out = _run(back_end, body, (votes, votes, np.empty_like(votes)), tmp_path, "barrier", ("int", "int"), 128)
+    assert (out[:, :96] == votes[:, :96].any(1, keepdims=True)).all()
+    assert (out[:, 96:] == votes[:, 96:].any(1, keepdims=True)).all()
+
+
 @backends
 @pytest.mark.parametrize("transposed", [False, True])
 def test_ldmatrix(back_end: str, transposed: bool, tmp_path: Path) -> None:
@@ -303,7 +511,7 @@ def test_ldmatrix(back_end: str, transposed: bool, tmp_path: Path) -> None:
         for (int i = lane; i < 256; i += 32) shared[i / 8 * 24 + i % 8] = in[i];  // rows 48 bytes apart
         __syncwarp();
         unsigned int matrices[4];
-        ldmatrix_x4{"_transposed" if transposed else ""}(matrices, shared + lane * 24);
+        ldmatrix_x4{"_transposed" if transposed else ""}(matrices, kept_shared_address(shared + lane * 24));
         for (int i = 0; i < 4; ++i) {{
             out[i * 64 + lane * 2] = matrices[i] & 0xffff;
             out[i * 64 + lane * 2 + 1] = matrices[i] >> 16;

@@ -20,6 +20,8 @@ from cuflash.kernels import KERNELS, KernelSpec
 HERE = Path(__file__).resolve().parent / "hip"
 PORTED = ("forward_scalar", "forward_wmma")
 """Rows whose instructions all have a definition for AMD."""
+NVIDIA_ALONE = ("forward_mma",)
+"""Rows whose layout of registers is that of mma.sync and ldmatrix; RDNA3's products hold their operands otherwise."""
 TARGET = "gfx1100"
 SHAPES = ("64", "128", "everything", "varlen", "odd_bytes")
 """Problems that are compiled; RDNA3 has no tf32."""
@@ -36,6 +38,10 @@ def _clang() -> str | None:
             if "amdgcn" in code and int(version.partition(".")[0] or 0) >= 16:
                 return path
     return None
+
+
+def test_every_row_is_ported_or_not() -> None:
+    assert {spec.name for spec in KERNELS} == {*PORTED, *NVIDIA_ALONE}
 
 
 @pytest.mark.skipif(_clang() is None, reason="no clang 16 or newer with AMD GPUs (Debian: clang-16 or clang-19)")

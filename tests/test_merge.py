@@ -24,9 +24,15 @@ def _on_gpu(outs: Any, lses: Any) -> Any:
     import cupy
 
     def moved(x: Any) -> Any:
-        return [cupy.asarray(part) for part in x] if isinstance(x, (list, tuple)) else cupy.asarray(x)
+        return [_copied(part, cupy.asarray) for part in x] if isinstance(x, (list, tuple)) else _copied(x, cupy.asarray)
 
-    return tuple(x.get() for x in cuflash.merge_attention_states(moved(outs), moved(lses)))
+    return tuple(_copied(x, cupy.asnumpy) for x in cuflash.merge_attention_states(moved(outs), moved(lses)))
+
+
+def _copied(x: Any, copy: Callable[..., Any]) -> Any:
+    """Copy between host and GPU without a change of the order of axes in memory."""
+    order = sorted(range(x.ndim), key=lambda axis: -abs(x.strides[axis]))
+    return copy(x.transpose(order)).transpose(np.argsort(order))
 
 
 BACK_ENDS = {"numpy": cuflash.merge_attention_states, "emulated": merge, "gpu": _on_gpu}

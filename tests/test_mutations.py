@@ -20,6 +20,7 @@ from test_cpu_cuda import CASES_BY_NAME, MALFORMED, malformed
 from cuflash import attention, reference
 from cuflash.compile import source_folder
 from cuflash.kernels import HELPERS, KERNELS, device_of
+from cuflash.problem import describe_attention
 from cuflash.testing import check, describe, make_data, run
 
 H200 = device_of(90)
@@ -33,10 +34,11 @@ class Mutant(NamedTuple):
     text: str
     replacement: str
     noticed_by: str
-    """A case of the matrix with its dtype, or a key of `SPECIAL`; one of several between semicolons."""
+    """A case of the matrix with its dtype and, if it takes a certain one, its tile, or a key of `SPECIAL`; one of
+    several between semicolons."""
     occurrence: int = 0
     kernel: str = ""
-    """Source of the only kernel that uses it, if it is in a header."""
+    """Sources of the kernels that use it, if it is in a header that others include too."""
 
     def __str__(self) -> str:
         return f"{Path(self.file).stem}-{' '.join(self.text.split())}-{self.occurrence}"
@@ -44,7 +46,7 @@ class Mutant(NamedTuple):
     def apply(self) -> str:
         """Return the changed source; how its lines are broken does not matter."""
         source = (source_folder() / self.file).read_text()
-        places = list(re.finditer(r"\s+".join(map(re.escape, re.split(r"\s+", self.text))), source))
+        places = list(re.finditer(_pattern(self.text), source))
         assert len(places) > self.occurrence, f"{self.file} has no {self.text!r} number {self.occurrence}"
         place = places[self.occurrence]
         return source[: place.start()] + self.replacement + source[place.end() :]
@@ -139,6 +141,31 @@ def _merge(width: int, emulator: Emulator) -> None:
         )
 
 
+def _many_threads(emulator: Emulator) -> None:
+    """More threads than a tile of keys has pieces of 16 bytes, in one stage and in two."""
+    x = np.ones((140, 16), np.float16)
+    for tile in ("64x32", "128x32x2"):
+        if tile in map(str, emulator.spec.tiles(describe_attention(x, x, x)[0], emulator.device)):
+            tall = Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
+            assert (tall.attention(x, x, x) == 1).all()
+
+
+def _huge_logits(emulator: Emulator) -> None:
+    """So large that the rounding of their products with log2(e) is beyond all exponents."""
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    out = emulator.attention(x, x, x, bias=np.full((70, 70), -1e30, np.float32), scale=1e-9)
+    np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
+
+
+def _extreme_softcaps(emulator: Emulator) -> None:
+    """So small that scores of 0 are what matters, and so large that it makes no difference."""
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    out = emulator.attention(np.zeros_like(x), x, x, softcap=1e-40, scale=100)
+    np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
+    out, exact = emulator.attention(x, x, x, softcap=1e7), reference.attention(x, x, x)[0]
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=5e-3)
+
+
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_lse": _no_lse,
     "hidden_rows": _hidden_rows,
@@ -147,6 +174,9 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "no_visible_key": _no_visible_key,
     "tall_tiles": _tall_tiles,
     "too_many_lanes": _too_many_lanes,
+    "many_threads": _many_threads,
+    "huge_logits": _huge_logits,
+    "extreme_softcaps": _extreme_softcaps,
     "splits": _splits,
     "splits_without_lse": _splits_without_lse,
     "merge-odd": partial(_merge, 17),
@@ -155,17 +185,23 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
 }
 
-SCALAR, WMMA, COMBINE = "forward_scalar.cu", "forward_wmma.cu", "combine.cu"
+SCALAR, WMMA, MMA, COMBINE = "forward_scalar.cu", "forward_wmma.cu", "forward_mma.cu", "combine.cu"
 MERGE, STORE = "common/merge.cuh", "common/store.cuh"
 SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
 MASK, SCORE, EPILOGUE, FRAGMENTS = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "fragments"))
+SCALAR_WMMA, WMMA_MMA = f"{SCALAR} {WMMA}", f"{WMMA} {MMA}"
+LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
+    f"common/{name}.cuh" for name in ("key_loader", "logit_unit", "mma_softmax", "mma_products")
+)
+KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys((LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS), MMA)}
+"""Headers of one kernel alone."""
 
 CHECKS = [
     # The tile loader: rows and features that the arrays do not have.
-    Mutant(TILE, "source != nullptr && ", "", "lengths-63x65 float16", 0),
-    Mutant(TILE, "source != nullptr && ", "", "head_dim-17-17 float16", 1),
-    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-40-40 float16", 0),
-    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-17-17 float16", 1),
+    Mutant(TILE, "source != nullptr && ", "", "lengths-63x65 float16", 0, SCALAR_WMMA),
+    Mutant(TILE, "source != nullptr && ", "", "head_dim-17-17 float16", 1, SCALAR_WMMA),
+    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-40-40 float16", 0, SCALAR_WMMA),
+    Mutant(TILE, " && first_feature + column < num_features", "", "head_dim-17-17 float16", 1, SCALAR_WMMA),
     Mutant(SCALAR, "row.valid ? tile.q", "true ? tile.q", "lengths-63x65 float16"),
     Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.k", "true ? tile.k", "lengths-63x65 float16"),
     Mutant(SCALAR, "n_begin + key < keys.any.end ? tile.v", "true ? tile.v", "lengths-63x65 float16"),
@@ -217,6 +253,57 @@ CHECKS = [
     Mutant(WMMA, "if (lane % kLanesPerRow == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(WMMA, "if (lane % kLanesPerRow == 0) factors", "factors", "lengths-63x65 float16"),
     Mutant(WMMA, "if (threadIdx.x < 32) {", "{", "tall_tiles"),
+    # The kernel whose scores stay in registers: its rows, its walk, which tiles warps pass by, its two stages.
+    Mutant(MMA, "if (row.valid) address = tile.q", "address = tile.q", "lengths-63x65 float16"),
+    Mutant(MMA, "if (warp.lane < kOwnRows) {", "{", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "source != nullptr && column", "column", "lengths-63x65 float16"),
+    Mutant(MMA, " && column < params.head_dim", "", "head_dim-40-40 float16"),
+    Mutant(MMA, " && column < params.head_dim", "", "head_dim-17-17 float16"),
+    Mutant(MMA, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16"),
+    Mutant(MMA, "lane < kRowsPerWarp && row.valid", "row.valid", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "lane < kRowsPerWarp && row.valid", "lane < kRowsPerWarp", "lengths-63x65 float16"),
+    Mutant(MMA, "if (warp.share == 0) store_lse", "store_lse", "wide-causal float16"),
+    Mutant(MMA, "else if (row_address) store_output", "else store_output", "out_dtype-float32 float16"),
+    Mutant(MMA, "if (threadIdx.x < 32) {", "{", "tall_tiles"),
+    Mutant(MMA, " && tile.num_rows != 0", "", "packed-plain-True float16"),
+    Mutant(MMA, "if (threadIdx.x == kThreads - 32) shared.unit", "shared.unit", "lengths-63x65 float16"),
+    Mutant(MMA, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
+    Mutant(MMA, "if (walk.num_tiles > 0) {", "{", "no_visible_key"),
+    Mutant(MMA, "if (first != 0) add_total", "if (false) add_total", "keys-9000 float16"),
+    Mutant(MMA, "if (first + kTilesPerSum < walk.num_tiles) restart", "restart", "keys-8192 float16"),
+    Mutant(MMA, "i + 1 < walk.num_tiles ? kBlockN : 0", "kBlockN", "lengths-63x65 float16"),
+    Mutant(MMA, "i == 0 ? walk.last_keys : kBlockN", "kBlockN", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "if (kStages > 1 || i > 0) load_v", "load_v", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "i < walk.inner_begin || ", "", "lengths-63x65 float16"),
+    Mutant(MMA, " || i >= walk.inner_end", "", "window-3-None float16"),
+    Mutant(MMA, "if (pending)", "", "wide-causal float16 128x64x2", 0),
+    Mutant(MMA, "if (pending)", "if (false)", "wide-causal float16 128x64x2", 1),
+    Mutant(MMA, "pending = false; continue;", "continue;", "wide-window-160 float16 128x64x2"),
+    Mutant(MMA, "++part) load_part(part);", "++part) {}", "window-5-7 float16 128x64x2"),
+    Mutant(MMA, "pending = lags;", "pending = false;", "wide-causal float16 128x64x2"),
+    Mutant(MMA, "if (!lags) multiply_pv", "multiply_pv", "wide-causal float16 128x64x2"),
+    Mutant(LOADER, "row >= kBlockN || column", "column", "many_threads", kernel=MMA),
+    Mutant(LOADER, " || column >= kWidth", "", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, "column < num_features ? key_of(row) : kBlockN", "key_of(row)", "head_dim-40-40 float16",
+           kernel=MMA),
+    Mutant(LOADER, "(kAllWork || key != kIdle)", "true", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, "key < num_keys - (kWhole ? 0 : shift)", "true", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "(kWhole ? 0 : shift)", "0", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "shift < num_keys && ", "", "head_dim-17-17 float16", kernel=MMA),
+    Mutant(LOADER, " && column < num_features;", ";", "head_dim-17-17 float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) maxima", "maxima", "wide-causal float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (warp.any(outgrown))", "if (outgrown)", "wide-causal float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "finite_maximum(largest[r])", "largest[r]", "causal-200x131 float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (largest_offset > kLargeReference)", "if (false)", "huge_logits", kernel=MMA),
+    Mutant(LOGIT_UNIT, "params.softcap >= 1e-20 && ", "", "extreme_softcaps", kernel=MMA),
+    Mutant(LOGIT_UNIT, " && params.softcap <= 256", "", "extreme_softcaps", kernel=MMA),
+    Mutant(LOGIT_UNIT, "multiplier >= Accumulator(1e-30) && ", "", "scale-negative float16", kernel=MMA),
+    Mutant(EPILOGUE, "row && column < params.head_dim_v", "column < params.head_dim_v", "lengths-63x65 float16",
+           kernel=MMA),
+    Mutant(EPILOGUE, "row && column < params.head_dim_v", "row", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(EPILOGUE, "row && column + e < params.head_dim_v", "column + e < params.head_dim_v",
+           "head_dim-17-17 float16", kernel=MMA),
+    Mutant(EPILOGUE, "row && column + e < params.head_dim_v", "row", "head_dim-17-17 float16", kernel=MMA),
     # One row: what of it is read, and written.
     Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "lengths-63x65 float16", 0),
     Mutant(SEQUENCE, "row < tile.num_rows}", "true}", "heads-8-1-3x70 float16", 1),
@@ -224,19 +311,19 @@ CHECKS = [
     Mutant(
         SCORE, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "bias-float32 float16"
     ),
-    Mutant(SCORE, "if (tile.alibi_slopes) { context", "{ context", "bias-float32 float16"),
     Mutant(SCORE, "min(column + e, last_column)", "column + e", "bias-float32 float16"),
     Mutant(SCORE, "min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))", "kBlockN", "mask-keys float16"),
-    Mutant(SCORE, " && row.last_column == kBlockN - 1", "", "bias-float32 float16", kernel=WMMA),
-    Mutant(SCORE, "column_stride == sizeof(Value) && ", "", "bias-rows float16", kernel=WMMA),
+    Mutant(SCORE, " && row.last_column == kBlockN - 1", "", "bias-float16 float16", kernel=WMMA_MMA),
+    Mutant(SCORE, "column_stride == sizeof(Value) && ", "", "mask-scalar float16", kernel=WMMA_MMA),
     Mutant(SCORE, " && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0", "",
-           "bias-mask-odd float16", kernel=WMMA),
+           "bias-mask-odd float16", kernel=WMMA_MMA),
     Mutant(SCALAR, "if (!row.valid) continue;", "", "lengths-63x65 float16"),
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),
     Mutant(EPILOGUE, "if (tile.sinks)", "if (true)", "lengths-63x65 float16"),
-    Mutant(STORE, "if (column + kCount <= num_features)", "if (true)", "head_dim-40-40 float16"),
-    Mutant(STORE, "if (column + e < num_features)", "if (true)", "head_dim-17-17 float16"),
+    Mutant(STORE, "if (column + kCount <= num_features)", "if (true)",
+           "head_dim-40-40 float16; out_dtype-into float16"),
+    Mutant(STORE, "if (column + e < num_features)", "if (true)", "head_dim-17-17 float16; out_dtype-odd float16"),
     # Splits of the keys: each in its range, and only the first with the sink.
     Mutant(
         MASK, "max(position - params.window_left, tile.key_begin)",
@@ -289,10 +376,32 @@ CHECKS = [
     Mutant(SEGMENT, "if (lane >= distance) running", "running", "packed-many-True float16"),
 ]  # fmt: skip
 
-_BARRIER = re.compile(r"^ *(?:__sync\w+\(\)|\w+_wait\w*\([^)]*\));$", re.MULTILINE)
+_BARRIER = re.compile(r"(?:__sync\w+\(\)|\bwarp\.wait\(\)|\b\w+_wait\w*\((?:[^()]|\([^()]*\))*\));")
 
-_EVERYWHERE = "head_dim-160-160 float16; head_dim-160-160 float32; packed-many-True float16; keys-9000 float16"
-"""One of them misses a barrier of a kernel: they copy asynchronously, many slices, search for a sequence, restart."""
+FENCES = (
+    (MMA, "__syncwarp();  // one row after the other"),
+    (MMA, "__syncwarp(); RowContext row = row_context"),
+    (MMA, "if (!kVectors) __syncwarp();"),
+    (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),
+)
+"""Barriers that only keep the compiler from moving instructions: no thread waits for what another one does."""
+REDUNDANT = (
+    (MMA, "warp.wait();  // for the rows of Q as well"),
+    (MMA, "__syncwarp(); const int first_column"),
+)
+"""Barriers that order once more what is ordered already, by the last exchange of weights and by shuffles."""
+
+_EVERYWHERE = (
+    "head_dim-160-160 float16; head_dim-160-160 float32; packed-many-True float16; keys-9000 float16; "
+    "wide-window-160 float16 64x32x2; causal-200x131 float16 64x64; wide-causal float16 64x64; "
+    "wide-causal float16 128x64x2"
+)
+"""One of them misses a barrier of a kernel: they copy asynchronously, many slices, search for a sequence, restart;
+warps share rows, with one stage and with two, and the halves of a block are staggered."""
+
+
+def _pattern(text: str) -> str:
+    return r"\s+".join(map(re.escape, re.split(r"\s+", text)))
 
 
 def _barriers() -> list[Mutant]:
@@ -300,13 +409,17 @@ def _barriers() -> list[Mutant]:
     found = []
     folder = source_folder()
     for path in sorted([*folder.glob("*.cu"), *folder.glob("common/*.cuh")]):
-        name = path.relative_to(folder).as_posix()
-        seen: dict[str, int] = {}
-        for match in _BARRIER.finditer(path.read_text()):
-            text = match[0].strip()
-            kernel = WMMA if name == FRAGMENTS else ""
-            found.append(Mutant(name, text, "", _EVERYWHERE, seen.setdefault(text, 0), kernel))
-            seen[text] += 1
+        name, source = path.relative_to(folder).as_posix(), path.read_text()
+        fences = [
+            place.span()
+            for file, text in FENCES + REDUNDANT
+            if file == name
+            for place in re.finditer(_pattern(text), source)
+        ]
+        for match in _BARRIER.finditer(source):
+            if not any(begin <= match.start() < end for begin, end in fences):
+                occurrence = len(re.findall(_pattern(match[0]), source[: match.start()]))
+                found.append(Mutant(name, match[0], ";", _EVERYWHERE, occurrence, KERNEL_OF.get(name, "")))
     return found
 
 
@@ -319,15 +432,22 @@ def _notice(noticed_by: str, emulator: Emulator) -> None:
     if noticed_by in SPECIAL:
         SPECIAL[noticed_by](emulator)
         return
-    name, dtype = noticed_by.split()
+    name, dtype, *tiles = noticed_by.split()
     case, data = CASES_BY_NAME[name], make_data(CASES_BY_NAME[name], dtype)
     if emulator.refuses(describe(case, dtype)):
         return
+    if tiles:
+        if tiles[0] not in map(str, emulator.spec.tiles(describe(case, dtype), emulator.device)):
+            return
+        emulator = Emulator(emulator.spec.name, tiles[0], emulator.device, emulator.seed, emulator.sources)
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=emulator.spec.rounds_weights)
 
 
 def test_barriers_are_found() -> None:
+    for file, text in FENCES + REDUNDANT:
+        assert re.search(_pattern(text), (source_folder() / file).read_text()), f"{file} has no {text!r}"
     texts = [(mutant.file, mutant.text) for mutant in _barriers()]
+    assert texts.count((MMA, "warp.wait();")) == 3 and (MMA, "barrier_wait(15, kThreads / 2);") in texts
     assert texts.count(("forward_scalar.cu", "__syncthreads();")) == 2
     assert ("forward_scalar.cu", "cp_async_wait();") in texts
     for spec in KERNELS:
@@ -346,7 +466,7 @@ def test_mutant_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     helpers = [f"{name}.cu" for name in HELPERS]
     for spec in KERNELS:
         only = mutant.kernel or (mutant.file if mutant.file.endswith(".cu") else "")
-        if only and only not in (f"{spec.name}.cu", *helpers):
+        if only and not {f"{spec.name}.cu", *helpers} & set(only.split()):
             continue
         with pytest.raises((EmulationError, AssertionError)):
             _notice(mutant.noticed_by, Emulator(spec.name, sources=sources))

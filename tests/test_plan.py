@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 
 import cuflash.plan
 from cuflash.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
-from cuflash.kernels import _SHARED_MEMORY_KB, FEATURES, KERNELS, Device, device_of, kernel_names, used_features
+from cuflash.kernels import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
 from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.params import BATCH_AXES
 from cuflash.plan import Plan, make_plan, refusals
 from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.tiles import _SHARED_MEMORY_KB
 
 DEVICES = [device_of(capability) for capability in (50, 61, *_SHARED_MEMORY_KB)]
 H200 = device_of(90)
@@ -80,13 +81,16 @@ CASES: list[tuple[str, Problem, int]] = [
         for capability in (70, 75, 80, 86, 120)
     ),
     *((f"tf32 D={head_dim}", square("float32", head_dim, precision="tf32"), 90) for head_dim in (64, 128, 256)),
+    *((f"float16 D=512 on {capability}", square("float16", 512), capability) for capability in (75, 80, 86)),
     ("tf32 D=128 on 75", square("float32", 128, precision="tf32"), 75),
     ("bfloat16 D=64 on 75", square("bfloat16", 64), 75),
     ("float16 D=64 on 61", square("float16", 64), 61),
     ("D=192 Dv=128", dense(gpu((4, 16, 999, 192)), v=gpu((4, 16, 999, 128))), 90),
+    ("D=64 Dv=128", dense(gpu((4, 16, 999, 64)), v=gpu((4, 16, 999, 128))), 90),
+    ("D=256 Dv=64", dense(gpu((4, 16, 999, 256)), v=gpu((4, 16, 999, 64))), 90),
     ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
     ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
-    ("MQA, 7 queries", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
+    ("MQA, 7 rows", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
     ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
     ("no queries", dense(gpu((2, 4, 0, 64)), gpu((2, 4, 7, 64))), 90),
@@ -107,6 +111,8 @@ CASES: list[tuple[str, Problem, int]] = [
         square("bfloat16", 64, 100, bias=gpu((4, 1, 100, 100), "float32"), mask=gpu((100, 100), "bool")),
         90,
     ),
+    ("bias D=256", square("float16", 256, bias=gpu((4096, 4096), "float16")), 90),
+    ("mask on 120", square("float16", 128, mask=gpu((4096, 4096), "bool")), 120),
     ("sinks alibi_slopes", square("float16", 64, sinks=gpu((16,), "float32"), alibi_slopes=gpu((16,), "float32")), 90),
     ("out_dtype", square("float16", 64, out_dtype="float32"), 90),
     ("varlen", packed(8, 8192, 16, 16, 64, "float16", causal=True), 90),
@@ -116,20 +122,20 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
-bfloat16 D=64, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
+bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
 float32 D=64, forward_scalar, 64x64/128, grid 4096, 69760 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, forward_scalar, 128x64/256, grid 2048, 202880 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2, longest first
-bfloat16 D=128 causal, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2, longest first
+float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2, longest first
+bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2, longest first
 float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x2, longest first
 float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168064 B, batch 0:4, D 128/128, align 16, x1, longest first
-float16 D=256, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
-bfloat16 D=256, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
+float16 D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, forward_scalar, 64x64/256, grid 4096, 118912 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, forward_scalar, 32x64/256, grid 8192, 150656 B, batch 0:4, D 256/256, align 16, x1
-float16 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
-bfloat16 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209088 B, batch 0:4, D 512/512, align 16, x1
+bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209088 B, batch 0:4, D 512/512, align 16, x1
 float32 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512, forward_scalar, 32x32/256, grid 8192, 174208 B, batch 0:4, D 512/512, align 16, x1
 float32 D=1, forward_scalar, 64x64/128, grid 4096, 32896 B, batch 0:4, D 16/16, align 4, x3
@@ -150,59 +156,66 @@ float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, 
 float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x2
-float16 D=1, forward_wmma, 128x64/128, grid 2048, 49856 B, batch 0:4, D 16/16, align 2, x3
-float16 D=16, forward_wmma, 128x64/128, grid 2048, 49856 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_wmma, 128x64/128, grid 2048, 58048 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_wmma, 128x64/128, grid 2048, 82624 B, batch 0:4, D 80/80, align 16, x2
-float16 D=96, forward_wmma, 128x32/128, grid 2048, 61120 B, batch 0:4, D 96/96, align 16, x2
-float16 D=112, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2
-float16 D=160, forward_wmma, 64x64/128, grid 4096, 83392 B, batch 0:4, D 160/160, align 16, x2
-float16 D=192, forward_wmma, 64x32/128, grid 4096, 61888 B, batch 0:4, D 192/192, align 16, x2
+float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25040 B, batch 0:4, D 16/16, align 2, x3
+float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25040 B, batch 0:4, D 16/16, align 16, x3
+float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37328 B, batch 0:4, D 32/32, align 16, x3
+float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74192 B, batch 0:4, D 80/80, align 16, x2
+float16 D=96, forward_mma, 128x64x2/128, grid 2048, 86480 B, batch 0:4, D 96/96, align 16, x2
+float16 D=112, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2
+float16 D=160, forward_mma, 128x64x2/256, grid 2048, 154816 B, batch 0:4, D 160/160, align 16, x1
+float16 D=192, forward_mma, 128x64x2/256, grid 2048, 179392 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 64x64/128, grid 4096, 46528 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 75, forward_wmma, 64x32/128, grid 4096, 29120 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 80, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 86, forward_wmma, 128x32/128, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 120, forward_wmma, 128x32/128, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 86, forward_mma, 128x32x2/128, grid 2048, 43408 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 120, forward_mma, 128x32x2/128, grid 2048, 43408 B, batch 0:4, D 64/64, align 16, x2
 float16 D=128 on 70, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x2
 float16 D=128 on 75, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x1
-float16 D=128 on 80, forward_wmma, 128x32/128, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x2
-float16 D=128 on 86, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x2
-float16 D=128 on 120, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x2
+float16 D=128 on 80, forward_mma, 128x32x2/128, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x2
+float16 D=128 on 86, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 120, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1
 float16 D=256 on 70, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 75, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 80, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x2
-float16 D=256 on 86, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 120, forward_wmma, 64x32/128, grid 4096, 78272 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 152768 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 86, forward_mma, 64x32/128, grid 4096, 76480 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 120, forward_mma, 64x32/128, grid 4096, 76480 B, batch 0:4, D 256/256, align 16, x1
 tf32 D=64, forward_wmma, 128x32/128, grid 2048, 73920 B, batch 0:4, D 64/64, align 16, x2
 tf32 D=128, forward_wmma, 64x32/128, grid 4096, 78784 B, batch 0:4, D 128/128, align 16, x2
 tf32 D=256, forward_wmma, 64x16/128, grid 4096, 106688 B, batch 0:4, D 256/256, align 16, x2
+float16 D=512 on 75, forward_scalar, 16x32/64, grid 16384, 52864 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512 on 80, forward_mma, 16x32/64, grid 16384, 85696 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85696 B, batch 0:4, D 512/512, align 16, x1
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60544 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52352 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30848 B, batch 0:4, D 64/64, align 16, x1
-D=192 Dv=128, forward_wmma, 64x64/128, grid 1024, 87488 B, batch 0:4, D 192/128, align 16, x2
-GQA, one query, forward_wmma, 16x64/32, grid 512, splits 8, 44032 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x5
-GQA, many queries, forward_wmma, 128x32/128, grid 8192, 73408 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA, 7 queries, forward_wmma, 64x64/128, grid 224, splits 7, 71104 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
-MHA, one query, forward_wmma, 16x64/32, grid 1280, splits 5, 44032 B, batch 0:8, D 128/128, align 16, x5
+D=192 Dv=128, forward_mma, 128x32x2/128, grid 512, 100752 B, batch 0:4, D 192/128, align 16, x2
+D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 67984 B, batch 0:4, D 64/128, align 16, x2
+D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160208 B, batch 0:4, D 256/64, align 16, x1
+GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75216 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
+GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
+MQA, 7 rows, forward_mma, 64x64x2/128, grid 224, splits 7, 90576 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_mma, 16x64x2/32, grid 768, splits 3, 75216 B, batch 0:8, D 128/128, align 16, x3
 digits, forward_scalar, 16x64/128, grid 152, splits 4, 43648 B, D 64/16, align 4, x3
-no queries, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:2, D 64/64, align 16, x8
-no keys, forward_wmma, 16x64/32, grid 8, 25600 B, batch 0:2, D 64/64, align 16, x8
-no batch, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:0, D 64/64, align 16, x8
-no heads, forward_wmma, 16x64/32, grid 0, 25600 B, batch 0:2, D 64/64, align 16, x8
-(B, N, H, D) swapped, forward_wmma, 128x64/128, grid 512, 74432 B, batch 0:4, D 64/64, align 16, x2
-three batch axes, forward_wmma, 64x64/128, grid 240, 46528 B, batch 0:2 1:3 2:5, D 64/64, align 16, x4
-batch of q broadcast, forward_wmma, 16x64/32, grid 252, 25600 B, batch 0:9, D 64/64, align 16, x8
+no queries, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:2, D 64/64, align 16, x5
+no keys, forward_mma, 16x64x2/32, grid 8, 40400 B, batch 0:2, D 64/64, align 16, x5
+no batch, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:0, D 64/64, align 16, x5
+no heads, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:2, D 64/64, align 16, x5
+(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 61904 B, batch 0:4, D 64/64, align 16, x2
+three batch axes, forward_mma, 64x64x2/128, grid 240, 49616 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
+batch of q broadcast, forward_mma, 16x64x2/32, grid 252, 40400 B, batch 0:9, D 64/64, align 16, x5
 six batch axes, forward_scalar, 16x64/128, grid 36, 43648 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
-unaligned rows, forward_wmma, 16x64/32, grid 56, 25600 B, batch 0:2, D 64/64, align 1, x8
-unaligned address, forward_wmma, 16x64/32, grid 56, 25600 B, batch 0:2, D 64/64, align 2, x8
-D=68 of float16, forward_wmma, 16x64/32, grid 56, 30208 B, batch 0:2, D 80/80, align 2, x7
-every second feature, forward_wmma, 16x64/32, grid 56, 25600 B, batch 0:2, D 64/64, align 2, x8
-softcap window, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2, longest first, softcap
-bias mask, forward_wmma, 32x64/64, grid 256, 32576 B, batch 0:4, D 64/64, align 16, x6, mask bias=float32
-sinks alibi_slopes, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2
-out_dtype, forward_wmma, 128x64/128, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x2, out=float32
-varlen, forward_wmma, 128x64/128, grid 1184, 74432 B, D 64/64, align 16, x2, varlen
-varlen, GQA, short, forward_wmma, 32x64/64, grid 1616, 32576 B, heads 4 of 4, D 64/64, align 16, x6, varlen
+unaligned rows, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 1, x5
+unaligned address, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 2, x5
+D=68 of float16, forward_mma, 16x64x2/32, grid 56, 49104 B, batch 0:2, D 80/80, align 2, x4
+every second feature, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 2, x5
+softcap window, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2, longest first, softcap
+bias mask, forward_mma, 32x64x2/64, grid 256, 43472 B, batch 0:4, D 64/64, align 16, x5, mask bias=float32
+bias D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1, bias=float16
+mask on 120, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1, mask
+sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
+out_dtype, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2, out=float32
+varlen, forward_mma, 128x64x2/128, grid 1184, 61904 B, D 64/64, align 16, x2, varlen
+varlen, GQA, short, forward_mma, 32x64x2/64, grid 1616, 43472 B, heads 4 of 4, D 64/64, align 16, x5, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43648 B, D 64/64, align 16, x3, varlen
 varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43648 B, D 64/64, align 16, x3, varlen
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import struct
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,23 @@ def _info(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
     return ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
 
 
+def _tensor_core_problems(dtype: str, bias: ArrayInfo, mask: ArrayInfo) -> Iterator[tuple[str, Problem]]:
+    """Head dimensions that differ, and each feature that takes registers alone: they are scarce where scores stay."""
+    for head_dim, head_dim_v in ((64, 128), (256, 64), (320, 320)):
+        x, v = (_info((16, 16, 2048, features), dtype) for features in (head_dim, head_dim_v))
+        yield f"{head_dim}/{head_dim_v}", describe_attention(x, x, v, causal=True)[0]
+    features: dict[str, dict[str, Any]] = {
+        "bias": {"bias": bias},
+        "mask": {"mask": mask},
+        "softcap": {"softcap": 30.0},
+        "alibi": {"alibi_slopes": _info((16,), "float32")},
+    }
+    for head_dim in (64, 128, 256):
+        x = _info((16, 16, 2048, head_dim), dtype)
+        for name, options in features.items():
+            yield f"{name}_{head_dim}", describe_attention(x, x, x, **options)[0]
+
+
 def representative_problems() -> dict[str, Problem]:
     """Representative problems: every dtype at several head dimensions, and every compile-time feature."""
     problems = {}
@@ -51,6 +69,8 @@ def representative_problems() -> dict[str, Problem]:
         bias, mask = _info((2048, 2048), "float32"), _info((2048, 2048), "bool")
         options: dict[str, Any] = {"bias": bias, "mask": mask, "softcap": 2.0, "out_dtype": "float64"}
         problems[f"{dtype}-everything"] = describe_attention(x, x, x, **options)[0]
+        if dtype in ("float16", "bfloat16"):
+            problems |= {f"{dtype}-{name}": problem for name, problem in _tensor_core_problems(dtype, bias, mask)}
         tokens, boundaries = _info((4096, 4, 96), dtype), _info((5,), "int32")
         problems[f"{dtype}-varlen"] = describe_varlen(tokens, tokens, tokens, boundaries, causal=True)[0]
         odd = x._replace(pointer=1)
@@ -76,7 +96,7 @@ def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
     }
 
 
-LOCAL_BYTES = {"forward_wmma": 4 * (128 + 2)}
+LOCAL_BYTES = {"forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2)}
 """Memory of a thread that a kernel keeps on purpose: sums of earlier keys, that rest there for thousands of keys."""
 
 

@@ -1,5 +1,5 @@
 // Build-time choices: CUFLASH_* macros from the generated entry file become typed constants. Every macro has a default,
-// so that each .cu compiles alone; nothing below this header looks at a macro.
+// with which each .cu compiles alone (float16: what all of them take); nothing below this header looks at a macro.
 #pragma once
 
 #define CUFLASH_FLOAT16 1
@@ -8,7 +8,7 @@
 #define CUFLASH_FLOAT64 4
 
 #ifndef CUFLASH_DTYPE
-#define CUFLASH_DTYPE CUFLASH_FLOAT32
+#define CUFLASH_DTYPE CUFLASH_FLOAT16
 #endif
 #ifndef CUFLASH_OUT_DTYPE
 #define CUFLASH_OUT_DTYPE CUFLASH_DTYPE
@@ -31,11 +31,17 @@
 #ifndef CUFLASH_THREADS
 #define CUFLASH_THREADS 128
 #endif
+#ifndef CUFLASH_STAGES
+#define CUFLASH_STAGES 1
+#endif
 #ifndef CUFLASH_MIN_BLOCKS
 #define CUFLASH_MIN_BLOCKS 1
 #endif
 #ifndef CUFLASH_MASK
 #define CUFLASH_MASK 0
+#endif
+#ifndef CUFLASH_ALIBI
+#define CUFLASH_ALIBI 0
 #endif
 #ifndef CUFLASH_SOFTCAP
 #define CUFLASH_SOFTCAP 0
@@ -61,8 +67,10 @@ constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;
 constexpr int kBlockM = CUFLASH_BLOCK_M;
 constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
+constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
+constexpr bool kHasAlibi = CUFLASH_ALIBI;
 constexpr bool kHasSoftcap = CUFLASH_SOFTCAP;
 constexpr bool kVarlen = CUFLASH_VARLEN;
 // Partial results to combine lie one behind the other in one array; otherwise each is an array of its own.

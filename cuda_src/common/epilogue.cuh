@@ -47,6 +47,26 @@ __device__ __forceinline__ void store_output(const AttentionParams& params, char
     store_features(row, column, params.head_dim_v, params.out_strides.column, values);
 }
 
+// Two neighbouring features of a 16-bit output.
+__device__ __forceinline__ unsigned int output_pair(const float (&values)[2]) {
+    if constexpr (kOutDtype == CUFLASH_FLOAT16) return half2_bits_from_floats(values[0], values[1]);
+    else return bfloat162_bits_from_floats(values[0], values[1]);
+}
+
+// Stores eight features of a 16-bit output from `column` on; `row` may be null.
+__device__ __forceinline__ void store_elements(const AttentionParams& params, char* row, int column,
+                                               const Elements16& elements) {
+    if constexpr (kVectorLoads) {
+        if (row && column < params.head_dim_v) *reinterpret_cast<Elements16*>(row + column * 2) = elements;
+    } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            if (row && column + e < params.head_dim_v)
+                store_bits(row + (column + e) * params.out_strides.column, elements.values[e]);
+        }
+    }
+}
+
 // Stores kNumRows rows of the tile, `num_columns` features each, that lie in shared memory. Called by the 32 lanes of a
 // warp.
 template <int kNumRows, int kPitch>

@@ -25,11 +25,14 @@ struct ColumnRange {
     __device__ __forceinline__ bool has(int column) const { return begin <= column && column < end; }
 };
 
-__device__ __forceinline__ ColumnRange visible_columns(const AttentionParams& params, const TileMap& tile, int tile_row,
-                                                       long long n_begin) {
-    const KeyRange visible = visible_keys(params, tile, row_at(params, tile, tile_row).query);
+__device__ __forceinline__ ColumnRange columns_of(KeyRange visible, long long n_begin) {
     return {static_cast<int>(max(visible.begin - n_begin, 0LL)),
             static_cast<int>(min(visible.end - n_begin, static_cast<long long>(kBlockN)))};
+}
+
+__device__ __forceinline__ ColumnRange visible_columns(const AttentionParams& params, const TileMap& tile, int tile_row,
+                                                       long long n_begin) {
+    return columns_of(visible_keys(params, tile, row_at(params, tile, tile_row).query), n_begin);
 }
 
 // Ranges that hold for a whole tile. Both ends of a row's range grow with its query, so the first and the last row

@@ -5,7 +5,31 @@
 
 namespace cuflash {
 
-// What the logits of one row of a key tile need beside their scores. Columns count keys from the tile's first.
+// What the logits of a row need beside its scores.
+struct LogitRow {
+    const char* bias;  // of key 0
+    const char* mask;
+    long long position;
+    Accumulator alibi_slope;
+};
+
+// Rows behind the last one repeat it: their logits go nowhere.
+__device__ __forceinline__ LogitRow logit_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
+    const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
+    const Row row = row_at(params, tile, min(tile_row, last_row));
+    LogitRow result = {};
+    result.position = row.query + tile.query_offset;
+    if constexpr (kBiasDtype != 0)
+        result.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row;
+    if constexpr (kHasMask)
+        result.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row;
+    if constexpr (kHasAlibi) {
+        result.alibi_slope = load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
+    }
+    return result;
+}
+
+// The same for one key tile. Columns count keys from the tile's first.
 struct RowContext {
     const char* bias;  // of column 0
     const char* mask;
@@ -14,23 +38,14 @@ struct RowContext {
     int last_column;       // that is a key: bias and mask must be read inside the arrays
 };
 
-__device__ __forceinline__ RowContext row_context(const AttentionParams& params, const TileMap& tile, int tile_row,
-                                                  long long n_begin) {
-    // Rows behind the last one repeat it: their logits go nowhere.
-    const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
-    const Row row = row_at(params, tile, min(tile_row, last_row));
+__device__ __forceinline__ RowContext row_context(const AttentionParams& params, const TileMap& tile,
+                                                  const LogitRow& row, long long n_begin) {
     RowContext context = {};
-    if constexpr (kBiasDtype != 0) {
-        context.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row +
-                       n_begin * params.bias_strides.column;
-    }
-    if constexpr (kHasMask) {
-        context.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row +
-                       n_begin * params.mask_strides.column;
-    }
-    if (tile.alibi_slopes) {
-        context.alibi_slope = load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
-        context.distance = static_cast<Accumulator>(row.query + tile.query_offset - n_begin);
+    if constexpr (kBiasDtype != 0) context.bias = row.bias + n_begin * params.bias_strides.column;
+    if constexpr (kHasMask) context.mask = row.mask + n_begin * params.mask_strides.column;
+    if constexpr (kHasAlibi) {
+        context.alibi_slope = row.alibi_slope;
+        context.distance = static_cast<Accumulator>(row.position - n_begin);
     }
     context.last_column = static_cast<int>(min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))) - 1;
     return context;
@@ -92,8 +107,8 @@ __device__ __forceinline__ void load_columns(Value (&values)[kCount], const char
 // Adds bias and ALiBi to scaled scores of kCount neighbouring columns, and hides what bias and mask hide. `kVectors`
 // asks for what has_vectors<kCount> has found to be so.
 template <bool kVectors, int kCount>
-__device__ __forceinline__ void scores_to_row_logits(const AttentionParams& params, const TileMap& tile,
-                                                     const RowContext& row, int column, Accumulator (&logits)[kCount]) {
+__device__ __forceinline__ void scores_to_row_logits(const AttentionParams& params, const RowContext& row, int column,
+                                                     Accumulator (&logits)[kCount]) {
     bool hidden[kCount] = {};
     if constexpr (kBiasDtype != 0) {
         ElementOf<kBiasDtype>::Type biases[kCount];
@@ -111,7 +126,7 @@ __device__ __forceinline__ void scores_to_row_logits(const AttentionParams& para
 #pragma unroll
         for (int e = 0; e < kCount; ++e) hidden[e] |= visible[e] == 0;
     }
-    if (tile.alibi_slopes) {
+    if constexpr (kHasAlibi) {
         const Accumulator distance = row.distance - static_cast<Accumulator>(column);
 #pragma unroll
         for (int e = 0; e < kCount; ++e)

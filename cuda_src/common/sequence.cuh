@@ -83,32 +83,39 @@ __device__ __forceinline__ long long batch_offset(const Strides& strides, const 
     return offset;
 }
 
+// One thread does this while the block waits, hence no step for what the call has not.
 __device__ __forceinline__ void map_dense(const AttentionParams& params, long long batch, int head, long long m_block,
                                           TileMap& tile) {
-    long long at[kBatchAxes];
+    long long at[kBatchAxes] = {};
+    if (params.num_batches > 1) {
 #pragma unroll
-    for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
-        const long long rest = divide(batch, params.batch_shape[axis]);
-        at[axis] = batch - rest * params.batch_shape[axis];
-        batch = rest;
+        for (int axis = kBatchAxes - 1; axis >= 0; --axis) {
+            if (params.batch_shape[axis] == 1) continue;
+            const long long rest = divide(batch, params.batch_shape[axis]);
+            at[axis] = batch - rest * params.batch_shape[axis];
+            batch = rest;
+        }
     }
-    const int head_kv = head / params.group_size;
-    tile.q = params.q + batch_offset(params.q_strides, at) + head * params.q_strides.head;
-    tile.k = params.k + batch_offset(params.k_strides, at) + head_kv * params.k_strides.head;
-    tile.v = params.v + batch_offset(params.v_strides, at) + head_kv * params.v_strides.head;
-    tile.out = params.out + batch_offset(params.out_strides, at) + head * params.out_strides.head;
-    tile.lse = params.lse + batch_offset(params.lse_strides, at) + head * params.lse_strides.head;
-    tile.bias = params.bias + batch_offset(params.bias_strides, at) + head * params.bias_strides.head;
-    tile.mask = params.mask + batch_offset(params.mask_strides, at) + head * params.mask_strides.head;
-    tile.alibi_slopes = params.alibi_slopes + batch_offset(params.alibi_strides, at) + head * params.alibi_strides.head;
-    tile.sinks = params.sinks + batch_offset(params.sink_strides, at) + head * params.sink_strides.head;
+    const auto offset = [&](const Strides& strides, int head_idx) {
+        return (params.num_batches > 1 ? batch_offset(strides, at) : 0) + head_idx * strides.head;
+    };
+    const int head_kv = params.group_size == 1 ? head : head / params.group_size;
+    tile.q = params.q + offset(params.q_strides, head);
+    tile.k = params.k + offset(params.k_strides, head_kv);
+    tile.v = params.v + offset(params.v_strides, head_kv);
+    tile.out = params.out + offset(params.out_strides, head);
+    tile.lse = params.lse ? params.lse + offset(params.lse_strides, head) : nullptr;
+    tile.bias = kBiasDtype != 0 ? params.bias + offset(params.bias_strides, head) : nullptr;
+    tile.mask = kHasMask ? params.mask + offset(params.mask_strides, head) : nullptr;
+    tile.alibi_slopes = kHasAlibi ? params.alibi_slopes + offset(params.alibi_strides, head) : nullptr;
+    tile.sinks = params.sinks ? params.sinks + offset(params.sink_strides, head) : nullptr;
     tile.seqlen_q = params.seqlen_q;
     tile.seqlen_k = params.seqlen_k;
     tile.query_offset = params.query_offset;
     if (params.query_offsets) {
-        const char* offset = params.query_offsets + batch_offset(params.query_offset_strides, at);
+        const char* address = params.query_offsets + batch_offset(params.query_offset_strides, at);
         // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
-        tile.query_offset = min(max(load_integer(offset, params.query_offset_size), -(1LL << 60)), 1LL << 60);
+        tile.query_offset = min(max(load_integer(address, params.query_offset_size), -(1LL << 60)), 1LL << 60);
     }
     tile.key_begin = 0;
     tile.key_end = tile.seqlen_k;

@@ -1,17 +1,24 @@
 // Copies from global to shared memory that run beside the arithmetic (sm_80 and newer; a plain copy before that).
 #pragma once
 
+#include "ptx/shared.cuh"
+
 namespace cuflash {
 
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read). Both addresses on 16-byte
-// boundaries. Visible to this thread after cp_async_wait(), to the block after a barrier behind that.
-__device__ __forceinline__ void cp_async_16(void* shared_target, const void* source, bool valid) {
-#if __CUDA_ARCH__ >= 800
-    const unsigned int target = static_cast<unsigned int>(__cvta_generic_to_shared(shared_target));
+// boundaries. Visible to this thread after cp_async_wait(), to the block after a barrier behind that. (sm_80 and
+// newer.)
+__device__ __forceinline__ void cp_async_16(SharedAddress target, const void* source, bool valid) {
     const int num_bytes = valid ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(num_bytes) : "memory");
+}
+
+// The same, with a plain copy before sm_80.
+__device__ __forceinline__ void cp_async_16(void* target, const void* source, bool valid) {
+#if __CUDA_ARCH__ >= 800
+    cp_async_16(shared_address(target), source, valid);
 #else
-    *static_cast<int4*>(shared_target) = valid ? *static_cast<const int4*>(source) : make_int4(0, 0, 0, 0);
+    *static_cast<int4*>(target) = valid ? *static_cast<const int4*>(source) : make_int4(0, 0, 0, 0);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// The exponential of the special function unit.
+// Functions of the special function unit.
 #pragma once
 
 namespace cuflash {
@@ -8,6 +8,13 @@ __device__ __forceinline__ float exp2_approximate(float x) {
     float power;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
     return power;
+}
+
+// 1 / x within 1 ulp; 0 for infinity.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+    float reciprocal;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(x));
+    return reciprocal;
 }
 
 }  // namespace cuflash

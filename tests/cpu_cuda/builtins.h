@@ -29,6 +29,9 @@ extern const CpuCudaIndex threadIdx, blockIdx, blockDim, gridDim;
 
 // Waits for all threads of the block.
 void cpu_cuda_sync_block();
+// Waits for as many threads, whole warps, in the barrier of this number. Returns whether any of them brought a true
+// predicate. Those that vote and those that do not are an error in one barrier.
+bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate);
 // Waits for the 32 lanes of the warp; the last one runs `compute` on what each brought and for what each takes away.
 // Lanes that meet in operations of different names are an error. `orders_memory`: a barrier for shared memory too.
 void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,

@@ -4,7 +4,8 @@
 //
 //   global memory  inside one of the arrays of the launch; results written by one thread only
 //   shared memory  inside the block's share, written before it is read, not while an asynchronous copy is on its way,
-//                  and ordered by a barrier whenever two threads touch the same bytes and one of them writes
+//                  and ordered by a barrier, or by a chain of them, whenever two threads touch the same bytes and
+//                  one of them writes
 //
 // A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
 #include <setjmp.h>
@@ -17,6 +18,7 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -25,6 +27,8 @@ namespace {
 constexpr int kWarpSize = 32;
 constexpr size_t kStackBytes = 256 * 1024;
 constexpr size_t kMaxThreads = 1024;
+constexpr int kMaxWarps = kMaxThreads / kWarpSize;
+constexpr int kNumBarriers = 16;
 constexpr size_t kMaxSharedBytes = 227 * 1024;
 constexpr size_t kCellBytes = 2;  // the smallest piece of shared memory that two threads may own separately
 
@@ -57,26 +61,60 @@ struct Fiber {
     std::vector<std::vector<Copy>> copy_groups;
 };
 
+// A warp's time is the number of barriers of any kind that it has taken part in, from 1. Barriers are all that orders
+// memory, so what its lanes do at one time is unordered, and what they did at earlier times comes before it.
 struct Warp {
     const char* waits_in;  // collective operation that the first lanes to arrive wait in
     int num_arrived;
-    uint32_t num_syncs;  // barriers of this warp so far
+    // A vector clock: what each warp did before this time comes before what this warp does now, directly or through
+    // barriers of others. The entry of the warp itself is its time.
+    uint32_t known[kMaxWarps];
+    bool vote;  // outcome of its last named barrier
     const void* inputs[kWarpSize];
     void* outputs[kWarpSize];
 };
 
-// Who touched a piece of shared memory last, and when: numbers of block barriers (from 1) and of warp barriers.
+// What a lane brings to a named barrier.
+struct Arrival {
+    int num_threads;
+    bool predicate;
+};
+
+struct Barrier {
+    const char* name;  // of the operation that the first warp to arrive waits in
+    int num_threads;
+    uint32_t warps;  // that have arrived
+    bool vote;
+    // One warp of the last use, and the time that began for it then: who does not know of it might have come before.
+    int last_warp;
+    uint32_t last_time;
+};
+
+// The operation is a part of the name, as the two may not meet in one barrier.
+const struct BarrierNames {
+    char wait[kNumBarriers][16], any[kNumBarriers][16];
+    BarrierNames() {
+        for (int barrier = 0; barrier < kNumBarriers; ++barrier) {
+            snprintf(wait[barrier], sizeof(wait[barrier]), "barrier_wait %d", barrier);
+            snprintf(any[barrier], sizeof(any[barrier]), "barrier_any %d", barrier);
+        }
+    }
+} barrier_names;
+
+// Who wrote a piece of shared memory last, and at what time of its warp; who has read it since.
 struct Cell {
-    uint32_t write_epoch;  // 0: never written
-    uint32_t write_sync;
-    uint32_t read_epoch;
-    uint32_t read_sync;
-    uint32_t reading_warps;  // in read_epoch
+    uint32_t write_time;  // 0: never written
+    uint32_t reading_warps;
     uint16_t writer;
-    uint16_t reader;
     bool copy_pending;
 };
-constexpr uint16_t kSeveralReaders = 0xffff;  // lanes of one warp since its last barrier
+
+// When a warp read a cell last; earlier reads come before that.
+struct Read {
+    uint32_t time;
+    uint32_t lane;
+};
+constexpr uint32_t kSeveralLanes = kWarpSize;
 
 struct Launch {
     void (*kernel)(const void*);
@@ -89,14 +127,15 @@ struct Launch {
 };
 
 Fiber fibers[kMaxThreads];
-Warp warps[kMaxThreads / kWarpSize];
+Warp warps[kMaxWarps];
+Barrier barriers[kNumBarriers];
 Cell cells[kMaxSharedBytes / kCellBytes];
+Read reads[kMaxWarps][kMaxSharedBytes / kCellBytes];  // valid for a cell's reading_warps
 Launch* launch;
 jmp_buf scheduler;
 int current;  // thread that runs
 unsigned int num_at_barrier;
 unsigned int num_returned;
-uint32_t epoch;
 bool failed;
 bool unchecked;  // the runtime itself is at work in a kernel's code
 char message[2048];
@@ -232,10 +271,11 @@ void run_block() {
         fibers[thread].copy_groups.clear();
     }
     memset(warps, 0, num_warps * sizeof(Warp));
+    for (unsigned int warp = 0; warp < num_warps; ++warp) warps[warp].known[warp] = 1;
+    memset(barriers, 0, sizeof(barriers));
     memset(cells, 0, (launch->shared_bytes + kCellBytes - 1) / kCellBytes * sizeof(Cell));
     memset(shared_memory, 0xff, launch->shared_bytes);
     num_at_barrier = num_returned = 0;
-    epoch = 1;
     while (!failed && num_returned < launch->num_threads) {
         // A warp runs as far as it can before the next one's turn, or for one round only: both orders find mistakes.
         bool ran = false;
@@ -253,43 +293,44 @@ void run_block() {
 
 // ------------------------------------------------------------------------------------------- memory checks
 
-bool ordered(uint16_t thread, uint32_t then_epoch, uint32_t then_sync) {
-    if (then_epoch < epoch || thread == current) return true;
-    const int warp = current / kWarpSize;
-    return thread / kWarpSize == warp && then_sync < warps[warp].num_syncs;
+// Whether what a lane did at a time of its warp comes before what this thread does. No thread is kSeveralLanes.
+bool ordered(int warp, uint32_t lane, uint32_t time) {
+    const int here = current / kWarpSize;
+    return time < warps[here].known[warp] || (warp == here && lane == static_cast<uint32_t>(current % kWarpSize));
 }
 
-void check_cell_read(Cell& cell, size_t offset, uintptr_t pc) {
-    if (cell.write_epoch == epoch || cell.read_epoch != epoch || cell.reader != current) {
-        if (cell.copy_pending) fail(pc, "reads shared byte %zu before the wait for its asynchronous copy", offset);
-        if (cell.write_epoch == 0) fail(pc, "reads shared byte %zu, which nobody has written", offset);
-        if (!ordered(cell.writer, cell.write_epoch, cell.write_sync))
-            fail(pc, "reads shared byte %zu, which thread %d wrote, with no barrier between", offset, cell.writer);
-    }
+void check_cell_read(size_t index, size_t offset, uintptr_t pc) {
+    Cell& cell = cells[index];
     const int warp = current / kWarpSize;
-    const uint32_t sync = warps[warp].num_syncs;
-    if (cell.read_epoch != epoch) cell.reading_warps = 0;
-    const bool alone = cell.reading_warps != 1u << warp || cell.read_sync != sync || cell.reader == current;
-    cell.reader = alone ? static_cast<uint16_t>(current) : kSeveralReaders;
-    cell.read_epoch = epoch;
-    cell.read_sync = sync;
+    const uint32_t lane = current % kWarpSize, now = warps[warp].known[warp];
+    Read& read = reads[warp][index];
+    const bool again = (cell.reading_warps >> warp & 1) != 0 && read.time == now;
+    // Where two lanes were right to read, so are all: at most one of them is the writer.
+    if (again && (read.lane == lane || read.lane == kSeveralLanes)) return;
+    if (cell.copy_pending) fail(pc, "reads shared byte %zu before the wait for its asynchronous copy", offset);
+    if (cell.write_time == 0) fail(pc, "reads shared byte %zu, which nobody has written", offset);
+    if (!ordered(cell.writer / kWarpSize, cell.writer % kWarpSize, cell.write_time))
+        fail(pc, "reads shared byte %zu, which thread %d wrote, with no barrier between", offset, cell.writer);
+    read = {now, again ? kSeveralLanes : lane};
     cell.reading_warps |= 1u << warp;
 }
 
-void check_cell_write(Cell& cell, size_t offset, uintptr_t pc) {
+void check_cell_write(size_t index, size_t offset, uintptr_t pc) {
+    Cell& cell = cells[index];
     if (cell.copy_pending) fail(pc, "writes shared byte %zu while an asynchronous copy to it is on its way", offset);
-    if (cell.write_epoch != 0 && !ordered(cell.writer, cell.write_epoch, cell.write_sync))
+    if (cell.write_time != 0 && !ordered(cell.writer / kWarpSize, cell.writer % kWarpSize, cell.write_time))
         fail(pc, "writes shared byte %zu, which thread %d wrote, with no barrier between", offset, cell.writer);
-    const int warp = current / kWarpSize;
-    if (cell.read_epoch == epoch) {
-        if (cell.reading_warps & ~(1u << warp))
-            fail(pc, "writes shared byte %zu, which other warps read, with no barrier between", offset);
-        if (cell.read_sync == warps[warp].num_syncs && cell.reader != current)
-            fail(pc, "writes shared byte %zu, which other lanes read, with no barrier between", offset);
+    for (uint32_t others = cell.reading_warps; others != 0; others &= others - 1) {
+        const int reader = __builtin_ctz(others);
+        const Read& read = reads[reader][index];
+        if (!ordered(reader, read.lane, read.time))
+            fail(pc, "writes shared byte %zu, which %s read, with no barrier between", offset,
+                 reader == current / kWarpSize ? "other lanes" : "other warps");
     }
+    const int warp = current / kWarpSize;
     cell.writer = static_cast<uint16_t>(current);
-    cell.write_epoch = epoch;
-    cell.write_sync = warps[warp].num_syncs;
+    cell.write_time = warps[warp].known[warp];
+    cell.reading_warps = 0;  // whoever comes after this write comes after those reads
 }
 
 void check_shared(size_t offset, size_t size, bool writes, uintptr_t pc) {
@@ -297,8 +338,8 @@ void check_shared(size_t offset, size_t size, bool writes, uintptr_t pc) {
         fail(pc, "%s %zu bytes at shared byte %zu of %zu", writes ? "writes" : "reads", size, offset,
              launch->shared_bytes);
     for (size_t cell = offset / kCellBytes; cell * kCellBytes < offset + size; ++cell) {
-        if (writes) check_cell_write(cells[cell], offset, pc);
-        else check_cell_read(cells[cell], offset, pc);
+        if (writes) check_cell_write(cell, offset, pc);
+        else check_cell_read(cell, offset, pc);
     }
 }
 
@@ -357,6 +398,59 @@ void finish_copies(const std::vector<Copy>& copies) {
     }
 }
 
+// --------------------------------------------------------------------------------------------- barriers
+
+uint32_t mask_of_block() { return ~0u >> (kMaxWarps - launch->num_threads / kWarpSize); }
+
+// Lets the threads of these warps go on, ordered after all that any of them did before.
+void pass_barrier(uint32_t mask) {
+    uint32_t known[kMaxWarps] = {};
+    for (int warp = 0; warp < kMaxWarps; ++warp) {
+        if (!(mask >> warp & 1)) continue;
+        ++warps[warp].known[warp];
+        for (int other = 0; other < kMaxWarps; ++other) known[other] = std::max(known[other], warps[warp].known[other]);
+    }
+    for (int warp = 0; warp < kMaxWarps; ++warp) {
+        if (!(mask >> warp & 1)) continue;
+        memcpy(warps[warp].known, known, sizeof(known));
+        for (int lane = 0; lane < kWarpSize; ++lane) fibers[warp * kWarpSize + lane].state = State::kReady;
+    }
+}
+
+// Whether all lanes of the warp have come to the operation, with this one.
+bool arrive_with_warp(const char* name, const void* input, void* output, uintptr_t pc) {
+    Warp& warp = warps[current / kWarpSize];
+    if (warp.num_arrived == 0) warp.waits_in = name;
+    else if (strcmp(warp.waits_in, name) != 0)
+        fail(pc, "calls %s while other lanes of its warp wait in %s", name, warp.waits_in);
+    warp.inputs[current % kWarpSize] = input;
+    warp.outputs[current % kWarpSize] = output;
+    warp.num_arrived = (warp.num_arrived + 1) % kWarpSize;
+    return warp.num_arrived == 0;
+}
+
+// The last lane of a warp comes to a named barrier. Returns whether it is the last warp.
+bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
+    const Warp& warp = warps[current / kWarpSize];
+    const auto arrival = [&](int lane) { return *static_cast<const Arrival*>(warp.inputs[lane]); };
+    if (warp.known[barrier.last_warp] < barrier.last_time)
+        fail(pc, "calls %s, which other warps have used, with no barrier between", name);
+    if (barrier.warps == 0) {
+        barrier.name = name;
+        barrier.num_threads = arrival(0).num_threads;
+        barrier.vote = false;
+    }
+    if (name != barrier.name) fail(pc, "calls %s while other warps wait in %s", name, barrier.name);
+    for (int lane = 0; lane < kWarpSize; ++lane) {
+        if (arrival(lane).num_threads != barrier.num_threads)
+            fail(pc, "calls %s for %d threads while others wait in it for %d", name, arrival(lane).num_threads,
+                 barrier.num_threads);
+        barrier.vote |= arrival(lane).predicate;
+    }
+    barrier.warps |= 1u << current / kWarpSize;
+    return __builtin_popcount(barrier.warps) * kWarpSize == barrier.num_threads;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------- what kernels call
@@ -374,23 +468,39 @@ void cpu_cuda_sync_block() {
     if (num_returned != 0) fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
     if (++num_at_barrier < launch->num_threads) return wait_as(State::kWaitsForBlock);
     num_at_barrier = 0;
-    ++epoch;
-    for (unsigned int thread = 0; thread < launch->num_threads; ++thread) fibers[thread].state = State::kReady;
+    pass_barrier(mask_of_block());
+}
+
+bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate) {
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    if (barrier < 1 || barrier >= kNumBarriers)
+        fail(pc, "comes to barrier %d, but they are 1 to %d", barrier, kNumBarriers - 1);
+    const char* name = votes ? barrier_names.any[barrier] : barrier_names.wait[barrier];
+    if (num_threads < kWarpSize || num_threads % kWarpSize != 0 || num_threads > static_cast<int>(launch->num_threads))
+        fail(pc, "calls %s for %d threads, which are no warps of a block of %u", name, num_threads,
+             launch->num_threads);
+    const Warp& warp = warps[current / kWarpSize];
+    Barrier& use = barriers[barrier];
+    const Arrival arrival = {num_threads, predicate};
+    if (!arrive_with_warp(name, &arrival, nullptr, pc) || !arrive_with_others(use, name, pc)) {
+        wait_as(State::kWaitsForWarp);
+        return warp.vote;
+    }
+    for (uint32_t mask = use.warps; mask != 0; mask &= mask - 1) warps[__builtin_ctz(mask)].vote = use.vote;
+    pass_barrier(use.warps);
+    use.warps = 0;
+    use.last_warp = current / kWarpSize;
+    use.last_time = warp.known[use.last_warp];
+    return warp.vote;
 }
 
 void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,
                          void (*compute)(const void* const*, void* const*)) {
     const int index = current / kWarpSize;
     Warp& warp = warps[index];
-    if (warp.num_arrived == 0) warp.waits_in = name;
-    else if (strcmp(warp.waits_in, name) != 0)
-        fail(reinterpret_cast<uintptr_t>(CALLER), "calls %s while other lanes of its warp wait in %s", name,
-             warp.waits_in);
-    warp.inputs[current % kWarpSize] = input;
-    warp.outputs[current % kWarpSize] = output;
-    if (++warp.num_arrived < kWarpSize) return wait_as(State::kWaitsForWarp);
-    warp.num_arrived = 0;
-    warp.num_syncs += orders_memory;
+    if (!arrive_with_warp(name, input, output, reinterpret_cast<uintptr_t>(CALLER)))
+        return wait_as(State::kWaitsForWarp);
+    warp.known[index] += orders_memory;
     unchecked = true;
     compute(warp.inputs, warp.outputs);
     unchecked = false;

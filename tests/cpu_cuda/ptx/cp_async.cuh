@@ -1,6 +1,8 @@
 // cuda_src/ptx/cp_async.cuh on the CPU: the bytes arrive at the wait and not before.
 #pragma once
 
+#include "ptx/shared.cuh"
+
 namespace cuflash {
 
 inline void cp_async_16(void* shared_target, const void* source, bool valid) {

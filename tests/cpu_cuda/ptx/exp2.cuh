@@ -8,4 +8,6 @@ inline float exp2_approximate(float x) {
     return power < 0x1p-126f ? 0.0f : power;
 }
 
+inline float reciprocal_approximate(float x) { return 1 / x; }
+
 }  // namespace cuflash

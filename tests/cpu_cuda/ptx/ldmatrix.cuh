@@ -1,6 +1,8 @@
 // cuda_src/ptx/ldmatrix.cuh on the CPU.
 #pragma once
 
+#include "ptx/shared.cuh"
+
 namespace cuflash {
 
 struct LdmatrixInput {
@@ -29,12 +31,10 @@ inline void ldmatrix_lanes(unsigned int (&matrices)[4], const void* row, bool tr
     });
 }
 
-inline void ldmatrix_x4(unsigned int (&matrices)[4], const void* shared_row) {
-    ldmatrix_lanes(matrices, shared_row, false);
-}
+inline void ldmatrix_x4(unsigned int (&matrices)[4], SharedAddress row) { ldmatrix_lanes(matrices, row, false); }
 
-inline void ldmatrix_x4_transposed(unsigned int (&matrices)[4], const void* shared_row) {
-    ldmatrix_lanes(matrices, shared_row, true);
+inline void ldmatrix_x4_transposed(unsigned int (&matrices)[4], SharedAddress row) {
+    ldmatrix_lanes(matrices, row, true);
 }
 
 }  // namespace cuflash

@@ -1,0 +1,58 @@
+"""Devices and tiles: what the tables of tiles share, one module for each tier of kernels (`tiles_<tier>.py`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Device(NamedTuple):
+    """What the choice of a kernel needs to know of a GPU."""
+
+    compute_capability: int
+    """10 x major + minor."""
+    shared_memory_per_block: int
+    """Bytes that one block may use (the opt-in maximum)."""
+    num_multiprocessors: int
+
+    @property
+    def arch(self) -> str:
+        """Name of the architecture as compilers spell it."""
+        return f"sm_{self.compute_capability}"
+
+
+_SHARED_MEMORY_KB = {
+    70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99,
+    90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
+}  # fmt: skip
+
+
+def device_of(compute_capability: int) -> Device:
+    """Describe a GPU by its compute capability alone, for plans without one at hand."""
+    kilobytes = _SHARED_MEMORY_KB.get(compute_capability, 48 if compute_capability < 70 else 99)
+    return Device(compute_capability, kilobytes * 1024, 132 if compute_capability in (90, 100, 103) else 80)
+
+
+class Tile(NamedTuple):
+    """Rows and keys that a block works on at a time, and its threads."""
+
+    block_m: int
+    block_n: int
+    num_threads: int
+    stages: int = 1
+    """Buffers for tiles of keys: with two, the next tile arrives while one is multiplied."""
+
+    def __str__(self) -> str:
+        return f"{self.block_m}x{self.block_n}" + (f"x{self.stages}" if self.stages > 1 else "")
+
+
+def _blocks_in_shared_memory(device: Device, size: int) -> int:
+    """How many blocks of `size` bytes a multiprocessor holds; each takes 1 KiB for itself."""
+    return (device.shared_memory_per_block + 1024) // (size + 1024)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+_TILE_MAP_BYTES = 16 * 8
+"""sizeof(TileMap) of sequence.cuh."""

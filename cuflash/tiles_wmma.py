@@ -1,0 +1,96 @@
+"""Tiles of forward_wmma.cu, what they take of a multiprocessor, and what the kernel refuses."""
+
+from __future__ import annotations
+
+from .arrays import ITEMSIZE
+from .problem import Problem, common_alignment
+from .tiles import _TILE_MAP_BYTES, Device, Tile, _blocks_in_shared_memory, _round_up
+
+
+def wmma_bucket(head_dim: int) -> int:
+    """Multiples of 16 up to 96, then of 32."""
+    return _round_up(head_dim, 16 if head_dim <= 96 else 32)
+
+
+def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
+    """Bytes of `SharedTiles` in forward_wmma.cu."""
+    bucket, bucket_v = wmma_bucket(problem.head_dim), wmma_bucket(problem.head_dim_v)
+    itemsize = ITEMSIZE[problem.dtype]
+    q_and_k = (tile.block_m + tile.block_n) * (bucket * itemsize + 16)
+    v = tile.block_n * (bucket_v + 8) * itemsize
+    scores = tile.block_m * (tile.block_n + 8) * 4
+    factors = tile.block_m * 4
+    return _round_up(q_and_k + v + scores + factors + _TILE_MAP_BYTES + 4 * 8 + 24, 32)
+
+
+def wmma_limits(problem: Problem, device: Device) -> str | None:
+    """Refuse float32 that is to be float32, and formats that the device does not multiply."""
+    if problem.dtype == "float32" and problem.precision != "tf32":
+        return "multiplies float32 as tf32, and only under precision='tf32'"
+    if problem.dtype != "float16" and device.compute_capability < 80:
+        name = "tf32" if problem.dtype == "float32" else problem.dtype
+        return f"multiplies {name} from sm_80 on, the device is {device.arch}"
+    return None
+
+
+# Wavefronts of shared memory are the limit (two thirds of their rate on an H200; the rest is latency, as there are but
+# eight warps). Per 32 rows and 64 keys, in clocks of a multiprocessor: head_dim 64 multiplies for 192, reads K and V
+# for 128 if a warp has 32 rows (256 with 16), passes scores and weights through for 192 and computes exp2 for 128;
+# head_dim 128 multiplies for 384, reads for 320 and passes for 192. So warps have 32 rows where the output fits the
+# registers, 16 elsewhere, and two blocks of four warps wait for less than one of eight. Measured, TFLOP/s: head_dim 64
+# 128x64 210, 128x32 200, 64x64 190; head_dim 128 128x32 245, 64x64 197, 64x32 191; head_dim 256 64x32 219, 128x32 195.
+_WMMA_TILES = (
+    Tile(128, 64, 128), Tile(128, 32, 128), Tile(64, 64, 128), Tile(64, 32, 128), Tile(128, 64, 256),
+    Tile(128, 32, 256), Tile(64, 16, 128), Tile(32, 64, 64), Tile(32, 32, 64), Tile(32, 16, 64), Tile(16, 64, 32),
+    Tile(16, 32, 32), Tile(16, 16, 32),
+)  # fmt: skip
+
+
+def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Registers per thread that hold the output and the scores of a tile."""
+    fragments = tile.block_m * 2 // tile.num_threads
+    return fragments * wmma_bucket(problem.head_dim_v) // 2, fragments * tile.block_n // 2
+
+
+def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
+    """Tiles that fit registers and shared memory, tall ones first, and of them those that occupy eight warps.
+
+    What fits the registers beside the output was found by compiling; before sm_80 operands take more of them. Tiles of
+    16 rows come last: one warp alone hides little.
+    """
+    newer = device.compute_capability >= 80
+    aligned = common_alignment(problem) == 16
+    arrays = problem.bias is not None or problem.mask is not None
+    simple = problem.head_dim <= 128 and problem.dtype != "float32" and aligned
+    simple &= device.compute_capability >= 90 or not arrays
+    together = 96 if device.compute_capability < 75 else 160 if newer and simple else 128
+    fitting = []
+    for tile in _WMMA_TILES:
+        output, scores = _wmma_registers(problem, tile)
+        tall = tile.block_m == tile.num_threads
+        widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or (newer and aligned) else 16
+        if problem.dtype == "float32":  # operands of twice the size
+            widest = 64 if output <= 48 else 32 if output <= 80 else 16
+        if (
+            output <= 128
+            and tile.block_n <= widest
+            and not (tall and output + scores > together)
+            and wmma_shared_memory(problem, tile) <= device.shared_memory_per_block
+        ):
+            fitting.append(tile)
+
+    def order(tile: Tile) -> tuple[bool, bool]:
+        blocks = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
+        return tile.block_m == 16, tile.block_m > 16 and blocks * tile.num_threads < 256
+
+    return sorted(fitting, key=order)
+
+
+def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
+    """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
+    output, scores = _wmma_registers(problem, tile)
+    need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
+    need += 48 if problem.dtype == "float32" else 0
+    warps = 16 if need <= 76 else 12 if need <= 112 else 8
+    by_memory = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
+    return max(1, min(by_memory, warps * 32 // tile.num_threads))

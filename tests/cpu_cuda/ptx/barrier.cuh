@@ -1,0 +1,12 @@
+// cuda_src/ptx/barrier.cuh on the CPU.
+#pragma once
+
+namespace cuflash {
+
+inline void barrier_wait(int barrier, int num_threads) { cpu_cuda_sync_some(barrier, num_threads, false, false); }
+
+inline bool barrier_any(int barrier, int num_threads, bool predicate) {
+    return cpu_cuda_sync_some(barrier, num_threads, true, predicate);
+}
+
+}  // namespace cuflash
