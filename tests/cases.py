@@ -202,6 +202,7 @@ CASES = [
     *_combined(),
     *_wide(),
 ]
+CASES_BY_NAME = {case.name: case for case in CASES}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 _TF32 = (

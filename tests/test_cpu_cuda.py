@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, TF32_CASES
+from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
 from cpu_cuda.emulator import Emulator, compiler
 from hypothesis import given, settings
-from test_random import SETTINGS, Call, alike_calls, assert_right_twice, dense_calls, packed_calls
+from test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
+from test_random import assert_right_twice as assert_call_right_twice
 
 from cuflash import launch
 from cuflash.arrays import DTYPES as DTYPES_BY_NAME
@@ -19,12 +20,11 @@ from cuflash.testing import Case, check, describe, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
-CASES_BY_NAME = {case.name: case for case in CASES}
 rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 
-def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
+def assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
     """Right, and bitwise the same whatever the order in which warps and lanes take turns."""
     if emulator.refuses(describe(case, dtype)):
         pytest.skip(f"{emulator.settings.kernel} refuses")
@@ -40,13 +40,13 @@ def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
 @dtypes
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
-    _assert_right_twice(case, dtype, Emulator(spec.name))
+    assert_right_twice(case, dtype, Emulator(spec.name))
 
 
 @rows
 @pytest.mark.parametrize("case", TF32_CASES, ids=lambda case: case.name)
 def test_tf32(spec: KernelSpec, case: Case) -> None:
-    _assert_right_twice(case, "float32", Emulator(spec.name))
+    assert_right_twice(case, "float32", Emulator(spec.name))
 
 
 @rows
@@ -78,7 +78,7 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
         pytest.skip(f"{spec.name} refuses")
     tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
     for tile in dict.fromkeys((*tiles[:3], tiles[-1])):
-        _assert_right_twice(case, dtype, Emulator(spec.name, tile, device))
+        assert_right_twice(case, dtype, Emulator(spec.name, tile, device))
 
 
 @pytest.mark.parametrize(
@@ -88,14 +88,14 @@ def test_every_tile_of_forward_mma(name: str) -> None:
     """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves are staggered."""
     case, spec = CASES_BY_NAME[name], next(spec for spec in KERNELS if spec.name == "forward_mma")
     for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16"), device_of(90)))):
-        _assert_right_twice(case, "float16", Emulator(spec.name, tile))
+        assert_right_twice(case, "float16", Emulator(spec.name, tile))
 
 
 @rows
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]
     tile = str(spec.tiles(describe(case, "float16"), device_of(90))[0])
-    _assert_right_twice(case, "float16", Emulator(spec.name, tile))
+    assert_right_twice(case, "float16", Emulator(spec.name, tile))
 
 
 def test_forward_mma_has_a_tile_of_every_form() -> None:
@@ -124,7 +124,7 @@ def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
     def right(call: Call) -> None:
         emulator = Emulator(spec.name, seed=call.seed % 3)
         try:
-            assert_right_twice(call, np, emulator.function(call.case), spec)
+            assert_call_right_twice(call, np, emulator.function(call.case), spec)
         except ValueError as error:
             if "cannot serve this call" not in str(error):
                 raise
@@ -164,7 +164,7 @@ def test_malformed_cu_seqlens(spec: KernelSpec, name: str) -> None:
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six", "packed-plain-True", "heads-6-2-100x90"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)
-    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name))
+    assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name))
 
 
 @rows

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from cases import CASES_BY_NAME
 from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
-from test_cpu_cuda import CASES_BY_NAME, MALFORMED, malformed
+from test_cpu_cuda import MALFORMED, malformed
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES
+from cases import CASES_BY_NAME, DTYPES
 from cpu_cuda.emulator import Emulator, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_cpu_cuda import assert_right_twice, dtypes, rows
 from test_plan import H200, dense, gpu, packed, square
 
 import cuflash
@@ -30,11 +31,8 @@ from cuflash.splits import (
     partial_results,
     split_strides,
 )
-from cuflash.testing import Case, check, describe, make_data, run
+from cuflash.testing import check, describe, make_data, run
 
-CASES_BY_NAME = {case.name: case for case in CASES}
-rows = pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
 emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
 
@@ -150,17 +148,6 @@ SPLIT_CASES = [
 ]  # fmt: skip
 
 
-def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
-    if emulator.refuses(describe(case, dtype)):
-        pytest.skip(f"{emulator.spec.name} refuses")
-    data = make_data(case, dtype)
-    first = run(case, data, np, emulator.function(case))
-    check(case, data, first, rounds_weights=emulator.spec.rounds_weights)
-    emulator.seed = 1 + len(case.name)
-    second = run(case, data, np, emulator.function(case))
-    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
-
-
 @emulated
 @pytest.mark.parametrize(
     ("spec", "dtype"),
@@ -171,7 +158,7 @@ def _assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
 @pytest.mark.parametrize("name", SPLIT_CASES)
 def test_cases(spec: KernelSpec, name: str, dtype: str) -> None:
     """Every number of splits from 2 to more than there are tiles, by case."""
-    _assert_right_twice(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
+    assert_right_twice(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
 
 
 @emulated
@@ -179,7 +166,7 @@ def test_cases(spec: KernelSpec, name: str, dtype: str) -> None:
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
 @pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
-    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
+    assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
 
 
 @emulated
@@ -187,7 +174,7 @@ def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None
 def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["keys-9000"]
     assert make_plan(describe(case, "float16"), H200, Settings(spec.name, "", False)).num_splits > 8
-    _assert_right_twice(case, "float16", Emulator(spec.name, num_splits=None))
+    assert_right_twice(case, "float16", Emulator(spec.name, num_splits=None))
 
 
 @emulated
@@ -195,7 +182,7 @@ def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)
-    _assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
+    assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
 
 
 @emulated
