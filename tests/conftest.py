@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -60,3 +63,25 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that are the same in every run and different in every test."""
     return np.random.default_rng(list(request.node.name.encode()))
+
+
+@contextmanager
+def _recorded_allocations() -> Iterator[list[int]]:
+    import cupy
+
+    sizes: list[int] = []
+
+    class Recorder(cupy.cuda.MemoryHook):
+        name = "recorder"
+
+        def malloc_preprocess(self, **kwargs: Any) -> None:
+            sizes.append(kwargs["size"])
+
+    with Recorder():
+        yield sizes
+
+
+@pytest.fixture
+def allocations() -> Callable[[], AbstractContextManager[list[int]]]:
+    """`with allocations() as sizes:` lists what CuPy is asked for meanwhile, in bytes."""
+    return _recorded_allocations

@@ -69,18 +69,10 @@ def test_graph_capture_replays_with_new_data() -> None:
     _close(allocated, q, q, q)
 
 
-def test_allocates_results_only() -> None:
+def test_allocates_results_only(allocations: Any) -> None:
     q = _draw(2, 4, 200, 64)
     cuflash.attention(q, q, q, return_lse=True)
-    sizes: list[int] = []
-
-    class Recorder(cupy.cuda.MemoryHook):
-        name = "recorder"
-
-        def malloc_preprocess(self, **kwargs: Any) -> None:
-            sizes.append(kwargs["size"])
-
-    with Recorder():
+    with allocations() as sizes:
         out, lse = cuflash.attention(q, q, q, return_lse=True)
     assert sizes == [out.nbytes, lse.nbytes]
 

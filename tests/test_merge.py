@@ -225,23 +225,14 @@ def test_mixing_numpy_and_gpu_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_parts", [3, 40])
-def test_allocates_results_and_nothing_of_a_parts_size(num_parts: int) -> None:
+def test_allocates_results_and_nothing_of_a_parts_size(num_parts: int, allocations: Any) -> None:
     import cupy
 
     outs, lses = (cupy.asarray(x) for x in _draw((num_parts, 2, 100, 64), "float32"))
-    sizes: list[int] = []
-
-    class Recorder(cupy.cuda.MemoryHook):
-        name = "recorder"
-
-        def malloc_preprocess(self, **kwargs: Any) -> None:
-            sizes.append(kwargs["size"])
-
-    with Recorder():
+    with allocations() as sizes:
         out, lse = cuflash.merge_attention_states(outs, lses)
     assert sizes == [out.nbytes, lse.nbytes]
-    sizes.clear()
-    with Recorder():
+    with allocations() as sizes:
         cuflash.merge_attention_states(list(outs), list(lses))
     groups = 0 if num_parts <= 16 else 3
     assert sorted(sizes) == sorted([out.nbytes, lse.nbytes] + [groups * (out.nbytes + lse.nbytes)] * (groups > 0))

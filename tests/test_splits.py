@@ -299,7 +299,7 @@ def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("offset", [0, 3])
-def test_given_workspace(offset: int) -> None:
+def test_given_workspace(offset: int, allocations: Any) -> None:
     import cupy
 
     q, k, v = _decode_arrays()
@@ -307,18 +307,9 @@ def test_given_workspace(offset: int) -> None:
     expected = cuflash.attention(q, k, v)
     memory = cupy.full(needed + 64, 0xFF, np.uint8)
     given = memory[16 + offset : 16 + needed + (16 if offset else 0)]
-    sizes: list[int] = []
-
-    class Recorder(cupy.cuda.MemoryHook):
-        name = "recorder"
-
-        def malloc_preprocess(self, **kwargs: Any) -> None:
-            sizes.append(kwargs["size"])
-
     for _ in range(3):  # the last ones by the cache
         given[...] = 0xFF
-        sizes.clear()
-        with Recorder():
+        with allocations() as sizes:
             out = cuflash.attention(q, k, v, workspace=given)
         np.testing.assert_array_equal(out.get(), expected.get())
         assert sizes == [out.nbytes]
@@ -332,20 +323,10 @@ def test_given_workspace(offset: int) -> None:
 
 
 @pytest.mark.gpu
-def test_allocates_results_and_workspace_only() -> None:
-    import cupy
-
+def test_allocates_results_and_workspace_only(allocations: Any) -> None:
     q, k, v = _decode_arrays()
     cuflash.attention(q, k, v, return_lse=True)
-    sizes: list[int] = []
-
-    class Recorder(cupy.cuda.MemoryHook):
-        name = "recorder"
-
-        def malloc_preprocess(self, **kwargs: Any) -> None:
-            sizes.append(kwargs["size"])
-
-    with Recorder():
+    with allocations() as sizes:
         out, lse = cuflash.attention(q, k, v, return_lse=True)
     workspace_size = cuflash.explain(cuflash.attention, q, k, v).workspace
     assert sorted(sizes) == sorted([out.nbytes, lse.nbytes, workspace_size])
