@@ -17,6 +17,13 @@ struct Strides {
     long long column;
 };
 
+__device__ __forceinline__ long long batch_offset(const Strides& strides, const long long (&coordinates)[kBatchAxes]) {
+    long long offset = 0;
+#pragma unroll
+    for (int axis = 0; axis < kBatchAxes; ++axis) offset += coordinates[axis] * strides.batch[axis];
+    return offset;
+}
+
 struct AttentionParams {
     const char* q;
     const char* k;

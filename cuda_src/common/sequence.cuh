@@ -76,13 +76,6 @@ __device__ __forceinline__ void map_packed_sequence(const AttentionParams& param
     tile.num_rows = tile.seqlen_q * params.packed_heads;
 }
 
-__device__ __forceinline__ long long batch_offset(const Strides& strides, const long long (&coordinates)[kBatchAxes]) {
-    long long offset = 0;
-#pragma unroll
-    for (int axis = 0; axis < kBatchAxes; ++axis) offset += coordinates[axis] * strides.batch[axis];
-    return offset;
-}
-
 // One thread does this while the block waits, hence no step for what the call has not.
 __device__ __forceinline__ void map_dense(const AttentionParams& params, long long batch, int head, long long m_block,
                                           TileMap& tile) {

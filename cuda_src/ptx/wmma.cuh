@@ -8,16 +8,13 @@
 #pragma once
 
 #include "common/config.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
 struct WmmaC {  // 16 x 16 in float32
     float x[8];
 };
-
-__device__ __forceinline__ unsigned int wmma_address(const void* shared) {
-    return static_cast<unsigned int>(__cvta_generic_to_shared(shared));
-}
 
 // A fragment's registers in the operand list of an instruction, and in its text.
 #define CUFLASH_4(constraint, x) constraint((x)[0]), constraint((x)[1]), constraint((x)[2]), constraint((x)[3])
@@ -35,7 +32,7 @@ __device__ __forceinline__ unsigned int wmma_address(const void* shared) {
 __device__ __forceinline__ void wmma_load_column(WmmaC& c, const float* shared) {
     asm volatile("wmma.load.c.sync.aligned.col.m16n16k16.shared.f32 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;"
                  : CUFLASH_8("=f", c.x)
-                 : "r"(wmma_address(shared)), "r"(0)
+                 : "r"(shared_address(shared)), "r"(0)
                  : "memory");
 }
 
@@ -43,7 +40,7 @@ template <int kOffset>
 __device__ __forceinline__ void wmma_store(float* shared, const WmmaC& c, int pitch) {
     asm volatile("wmma.store.d.sync.aligned.row.m16n16k16.shared.f32 [%8 + %10], {%0, %1, %2, %3, %4, %5, %6, %7}, %9;"
                  :
-                 : CUFLASH_8("f", c.x), "r"(wmma_address(shared)), "r"(pitch), "n"(kOffset * 4)
+                 : CUFLASH_8("f", c.x), "r"(shared_address(shared)), "r"(pitch), "n"(kOffset * 4)
                  : "memory");
 }
 
@@ -62,13 +59,13 @@ struct WmmaOperand {
 template <int dtype>
 struct Wmma;
 
-#define CUFLASH_WMMA_LOAD(Operand, num_registers, instruction)                                                \
-    template <int kOffset>                                                                                    \
-    static __device__ __forceinline__ void load(Operand& operand, const Stored* shared, int pitch) {          \
-        asm volatile(instruction CUFLASH_LOADED_##num_registers                                               \
-                     : CUFLASH_##num_registers("=r", operand.x)                                               \
-                     : "r"(wmma_address(shared)), "r"(pitch), "n"(kOffset * static_cast<int>(sizeof(Stored))) \
-                     : "memory");                                                                             \
+#define CUFLASH_WMMA_LOAD(Operand, num_registers, instruction)                                                  \
+    template <int kOffset>                                                                                      \
+    static __device__ __forceinline__ void load(Operand& operand, const Stored* shared, int pitch) {            \
+        asm volatile(instruction CUFLASH_LOADED_##num_registers                                                 \
+                     : CUFLASH_##num_registers("=r", operand.x)                                                 \
+                     : "r"(shared_address(shared)), "r"(pitch), "n"(kOffset * static_cast<int>(sizeof(Stored))) \
+                     : "memory");                                                                               \
     }
 #define CUFLASH_WMMA_MULTIPLY_ADD(Operand, num_registers, instruction)                            \
     static __device__ __forceinline__ void multiply_add(WmmaC& c, const A& a, const Operand& b) { \
