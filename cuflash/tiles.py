@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -20,15 +21,16 @@ class Device(NamedTuple):
         return f"sm_{self.compute_capability}"
 
 
-_SHARED_MEMORY_KB = {
+SHARED_MEMORY_KB = {
     70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99,
     90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,
 }  # fmt: skip
+"""Of one block, by compute capability."""
 
 
 def device_of(compute_capability: int) -> Device:
     """Describe a GPU by its compute capability alone, for plans without one at hand."""
-    kilobytes = _SHARED_MEMORY_KB.get(compute_capability, 48 if compute_capability < 70 else 99)
+    kilobytes = SHARED_MEMORY_KB.get(compute_capability, 48 if compute_capability < 70 else 99)
     return Device(compute_capability, kilobytes * 1024, 132 if compute_capability in (90, 100, 103) else 80)
 
 
@@ -45,14 +47,27 @@ class Tile(NamedTuple):
         return f"{self.block_m}x{self.block_n}" + (f"x{self.stages}" if self.stages > 1 else "")
 
 
-def _blocks_in_shared_memory(device: Device, size: int) -> int:
+def blocks_in_shared_memory(device: Device, size: int) -> int:
     """How many blocks of `size` bytes a multiprocessor holds; each takes 1 KiB for itself."""
     return (device.shared_memory_per_block + 1024) // (size + 1024)
 
 
-def _round_up(value: int, multiple: int) -> int:
+def occupying_first(tiles: list[Tile], blocks: Callable[[Tile], int]) -> list[Tile]:
+    """Sort tiles of which a multiprocessor holds `blocks`: those that give it eight warps come first, in their order.
+
+    Tiles of 16 rows come last: one warp alone hides little.
+    """
+
+    def order(tile: Tile) -> tuple[bool, bool]:
+        return tile.block_m == 16, tile.block_m > 16 and blocks(tile) * tile.num_threads < 256
+
+    return sorted(tiles, key=order)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the first multiple that is not below a value."""
     return -(-value // multiple) * multiple
 
 
-_TILE_MAP_BYTES = 16 * 8
+TILE_MAP_BYTES = 16 * 8
 """sizeof(TileMap) of sequence.cuh."""

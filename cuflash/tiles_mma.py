@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from .problem import Problem
-from .tiles import _TILE_MAP_BYTES, Device, Tile, _blocks_in_shared_memory, _round_up
+from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
 def mma_bucket(head_dim: int) -> int:
     """Multiples of 16 up to 96, of 32 up to 256, then of 64."""
-    return _round_up(head_dim, 16 if head_dim <= 96 else 32 if head_dim <= 256 else 64)
+    return round_up(head_dim, 16 if head_dim <= 96 else 32 if head_dim <= 256 else 64)
+
+
+def _warps_per_row(problem: Problem) -> int:
+    """Warps that share their rows, and pass weights to each other: two where the output is too wide for one."""
+    return 2 if mma_bucket(problem.head_dim_v) > 128 else 1
 
 
 def mma_shared_memory(problem: Problem, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_mma.cu."""
     bucket, bucket_v = mma_bucket(problem.head_dim), mma_bucket(problem.head_dim_v)
     elements = tile.block_m * (max(bucket, bucket_v) + 8) + tile.stages * tile.block_n * (bucket + bucket_v + 16)
-    shared = bucket_v > 128  # two warps share their rows, and pass weights to each other
+    shared = _warps_per_row(problem) > 1
     elements += (tile.block_m if shared else 1) * (tile.block_n + 8)
     exchange = tile.num_threads * 4 if shared else 128
-    return _round_up(2 * elements + tile.block_m * 48 + exchange + _TILE_MAP_BYTES + 2 * 4 * 8, 16)
+    return round_up(2 * elements + tile.block_m * 48 + exchange + TILE_MAP_BYTES + 2 * 4 * 8, 16)
 
 
 # Registers and shared memory are the limit: an instruction that multiplies 16 keys is worth 6 clocks of a tensor core,
@@ -36,10 +41,15 @@ _MMA_TILES = (
 
 def _mma_registers(problem: Problem, tile: Tile) -> tuple[int, int, int]:
     """Rows of a warp, and registers per thread that hold its output and its scores."""
-    bucket_v = mma_bucket(problem.head_dim_v)
-    share = 2 if bucket_v > 128 else 1
+    bucket_v, share = mma_bucket(problem.head_dim_v), _warps_per_row(problem)
     rows = tile.block_m * 32 * share // tile.num_threads if tile.num_threads >= 32 * share else 0
     return rows, rows * bucket_v // share // 32, rows * tile.block_n // share // 32
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Whether logits are scores times a factor, and need no registers beside them."""
+    p = problem
+    return p.bias is None and p.mask is None and p.alibi_slopes is None and p.softcap == 0
 
 
 def _has_wide_bias(problem: Problem) -> bool:
@@ -47,13 +57,12 @@ def _has_wide_bias(problem: Problem) -> bool:
 
 
 def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory, tall ones first, and of them those that occupy eight warps.
+    """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
     What fits the registers was found by compiling.
     """
     p = problem
     arrays = p.bias is not None or p.mask is not None
-    simple = not arrays and p.alibi_slopes is None and p.softcap == 0
     newest = device.compute_capability >= 100
     bucket_v = mma_bucket(p.head_dim_v)
     square = mma_bucket(p.head_dim) == bucket_v
@@ -62,7 +71,7 @@ def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
     if arrays:
         most = 128 if bucket_v == 64 and not newest and not _has_wide_bias(p) else 96
     else:
-        most = 144 if newest else 192 if simple and square else 160
+        most = 144 if newest else 192 if _is_plain(p) and square else 160
     fitting = []
     for tile in _MMA_TILES:
         rows, output, scores = _mma_registers(problem, tile)
@@ -73,12 +82,7 @@ def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
             and mma_shared_memory(problem, tile) <= device.shared_memory_per_block
         ):
             fitting.append(tile)
-
-    def order(tile: Tile) -> tuple[bool, bool]:
-        blocks = mma_min_blocks(problem, tile, device)
-        return tile.block_m == 16, tile.block_m > 16 and blocks * tile.num_threads < 256
-
-    return sorted(fitting, key=order)
+    return occupying_first(fitting, lambda tile: mma_min_blocks(problem, tile, device))
 
 
 def mma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
@@ -86,8 +90,7 @@ def mma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     p = problem
     rows, output, scores = _mma_registers(p, tile)
     queries = rows * mma_bucket(p.head_dim) // 64
-    plain = p.bias is None and p.mask is None and p.alibi_slopes is None and p.softcap == 0
-    held = output * 5 // 4 + scores + (queries if queries <= 32 else 0) + (0 if plain else 32)
+    held = output * 5 // 4 + scores + (queries if queries <= 32 else 0) + (0 if _is_plain(p) else 32)
     registers = 128 if held <= 64 else 168 if held <= 120 else 255
-    by_memory = _blocks_in_shared_memory(device, mma_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, mma_shared_memory(problem, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from .problem import Problem
-from .tiles import _TILE_MAP_BYTES, Device, Tile, _blocks_in_shared_memory, _round_up
+from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
 
 
 def scalar_bucket(head_dim: int) -> int:
     """16, 32, 64, then multiples of 32 and, above 192, of 64."""
     if head_dim <= 64:
-        return 16 if head_dim <= 16 else _round_up(head_dim, 32)
-    return _round_up(head_dim, 32 if head_dim <= 192 else 64)
+        return 16 if head_dim <= 16 else round_up(head_dim, 32)
+    return round_up(head_dim, 32 if head_dim <= 192 else 64)
 
 
 def _scalar_slice(bucket: int) -> int:
@@ -30,7 +30,7 @@ def scalar_shared_memory(problem: Problem, tile: Tile) -> int:
     q = tile.block_m * (bucket + pad)
     slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
     weights = tile.block_m * (tile.block_n + pad)
-    return _round_up((q + slices + weights) * itemsize + _TILE_MAP_BYTES, 16)
+    return round_up((q + slices + weights) * itemsize + TILE_MAP_BYTES, 16)
 
 
 # Threads hold block_m * 16 / num_threads rows each: 8 rows give the best ratio of arithmetic to shared-memory loads,
@@ -67,5 +67,5 @@ def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     itemsize, _, bucket_v = _scalar_form(problem)
     output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = _blocks_in_shared_memory(device, scalar_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, scalar_shared_memory(problem, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from .arrays import ITEMSIZE
 from .problem import Problem, common_alignment
-from .tiles import _TILE_MAP_BYTES, Device, Tile, _blocks_in_shared_memory, _round_up
+from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
 def wmma_bucket(head_dim: int) -> int:
     """Multiples of 16 up to 96, then of 32."""
-    return _round_up(head_dim, 16 if head_dim <= 96 else 32)
+    return round_up(head_dim, 16 if head_dim <= 96 else 32)
 
 
 def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
@@ -20,7 +20,7 @@ def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
     factors = tile.block_m * 4
-    return _round_up(q_and_k + v + scores + factors + _TILE_MAP_BYTES + 4 * 8 + 24, 32)
+    return round_up(q_and_k + v + scores + factors + TILE_MAP_BYTES + 4 * 8 + 24, 32)
 
 
 def wmma_limits(problem: Problem, device: Device) -> str | None:
@@ -53,10 +53,9 @@ def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
 
 
 def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory, tall ones first, and of them those that occupy eight warps.
+    """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
-    What fits the registers beside the output was found by compiling; before sm_80 operands take more of them. Tiles of
-    16 rows come last: one warp alone hides little.
+    What fits the registers beside the output was found by compiling; before sm_80 operands take more of them.
     """
     newer = device.compute_capability >= 80
     aligned = common_alignment(problem) == 16
@@ -78,12 +77,7 @@ def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
             and wmma_shared_memory(problem, tile) <= device.shared_memory_per_block
         ):
             fitting.append(tile)
-
-    def order(tile: Tile) -> tuple[bool, bool]:
-        blocks = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
-        return tile.block_m == 16, tile.block_m > 16 and blocks * tile.num_threads < 256
-
-    return sorted(fitting, key=order)
+    return occupying_first(fitting, lambda tile: blocks_in_shared_memory(device, wmma_shared_memory(problem, tile)))
 
 
 def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
@@ -92,5 +86,5 @@ def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
     need += 48 if problem.dtype == "float32" else 0
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
-    by_memory = _blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
     return max(1, min(by_memory, warps * 32 // tile.num_threads))

@@ -21,9 +21,9 @@ from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.params import BATCH_AXES
 from cuflash.plan import Plan, make_plan, refusals
 from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
-from cuflash.tiles import _SHARED_MEMORY_KB
+from cuflash.tiles import SHARED_MEMORY_KB
 
-DEVICES = [device_of(capability) for capability in (50, 61, *_SHARED_MEMORY_KB)]
+DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]
 H200 = device_of(90)
 
 
@@ -549,7 +549,7 @@ def test_wmma_refuses_with_a_sentence(problem: Problem, capability: int, words: 
     assert reason is None if words is None else reason is not None and reason.startswith(words)
 
 
-@pytest.mark.parametrize("capability", [capability for capability in _SHARED_MEMORY_KB if capability >= 70])
+@pytest.mark.parametrize("capability", [capability for capability in SHARED_MEMORY_KB if capability >= 70])
 def test_wmma_has_tiles_for_every_width(capability: int) -> None:
     device = device_of(capability)
     for like in (square("float16", 64), square("float32", 64, precision="tf32")):
