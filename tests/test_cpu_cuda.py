@@ -86,7 +86,7 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
 )
 def test_every_tile_of_forward_mma(name: str) -> None:
     """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves are staggered."""
-    case, spec = CASES_BY_NAME[name], next(spec for spec in KERNELS if spec.name == "forward_mma")
+    case, spec = CASES_BY_NAME[name], Emulator("forward_mma").spec
     for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16"), device_of(90)))):
         assert_right_twice(case, "float16", Emulator(spec.name, tile))
 
@@ -100,7 +100,7 @@ def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
 
 def test_forward_mma_has_a_tile_of_every_form() -> None:
     """So that the tests above meet them: one and two stages, rows that are shared, and 256 threads, staggered."""
-    spec = next(spec for spec in KERNELS if spec.name == "forward_mma")
+    spec = Emulator("forward_mma").spec
     forms = set()
     for name in ("causal-200x131", "wide-causal", "wide-window"):
         problem = describe(CASES_BY_NAME[name], "float16")

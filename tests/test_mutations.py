@@ -20,11 +20,10 @@ from test_cpu_cuda import MALFORMED, malformed
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder
-from cuflash.kernels import HELPERS, KERNELS, device_of
+from cuflash.kernels import HELPERS, KERNELS
 from cuflash.problem import describe_attention
 from cuflash.testing import check, describe, make_data, run
 
-H200 = device_of(90)
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
 
@@ -51,6 +50,10 @@ class Mutant(NamedTuple):
         assert len(places) > self.occurrence, f"{self.file} has no {self.text!r} number {self.occurrence}"
         place = places[self.occurrence]
         return source[: place.start()] + self.replacement + source[place.end() :]
+
+
+def _pinned(emulator: Emulator, tile: str) -> Emulator:
+    return Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
 
 
 def _no_lse(emulator: Emulator) -> None:
@@ -102,16 +105,7 @@ def _tall_tiles(emulator: Emulator) -> None:
     case = CASES_BY_NAME["packed-plain-True"]
     problem = describe(case, "float16")
     tile = str(emulator.spec.tiles(problem, emulator.device)[0])
-    tall = Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
-    run(case, make_data(case, "float16"), np, tall.function(case))
-
-
-def _too_many_lanes(emulator: Emulator) -> None:
-    """Fewer 16-byte pieces in a tile of keys than the block has threads."""
-    if "128x32" in map(str, emulator.spec.tiles(describe(CASES_BY_NAME["offset-array-int8"], "float16"), H200)):
-        tall = Emulator(emulator.spec.name, "128x32", sources=emulator.sources)
-        x = np.ones((70, 16), np.float16)
-        assert (tall.attention(x, x, x) == 1).all()
+    run(case, make_data(case, "float16"), np, _pinned(emulator, tile).function(case))
 
 
 def _splits(emulator: Emulator) -> None:
@@ -147,8 +141,7 @@ def _many_threads(emulator: Emulator) -> None:
     x = np.ones((140, 16), np.float16)
     for tile in ("64x32", "128x32x2"):
         if tile in map(str, emulator.spec.tiles(describe_attention(x, x, x)[0], emulator.device)):
-            tall = Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
-            assert (tall.attention(x, x, x) == 1).all()
+            assert (_pinned(emulator, tile).attention(x, x, x) == 1).all()
 
 
 def _huge_logits(emulator: Emulator) -> None:
@@ -174,7 +167,6 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "packed-tail-sinks": _tail_with_sinks,
     "no_visible_key": _no_visible_key,
     "tall_tiles": _tall_tiles,
-    "too_many_lanes": _too_many_lanes,
     "many_threads": _many_threads,
     "huge_logits": _huge_logits,
     "extreme_softcaps": _extreme_softcaps,
@@ -247,7 +239,7 @@ CHECKS = [
     Mutant(TILE, "inside && row + pass < num_rows", "inside", "lengths-63x65 float16", kernel=WMMA),
     Mutant(TILE, "kElements; column < kWidth;", "kElements; column < kLanes * kElements;", "head_dim-40-40 float16",
            kernel=WMMA),
-    Mutant(TILE, "if (kStep > kNumRows && row >= kNumRows) return;", "", "too_many_lanes", kernel=WMMA),
+    Mutant(TILE, "if (kStep > kNumRows && row >= kNumRows) return;", "", "many_threads", kernel=WMMA),
     Mutant(TILE, "row < num_rows && column < num_features", "column < num_features", "head_dim-17-17 float16",
            kernel=WMMA),
     Mutant(TILE, "row < num_rows && column < num_features", "row < num_rows", "head_dim-17-17 float16", kernel=WMMA),
@@ -440,7 +432,7 @@ def _notice(noticed_by: str, emulator: Emulator) -> None:
     if tiles:
         if tiles[0] not in map(str, emulator.spec.tiles(describe(case, dtype), emulator.device)):
             return
-        emulator = Emulator(emulator.spec.name, tiles[0], emulator.device, emulator.seed, emulator.sources)
+        emulator = _pinned(emulator, tiles[0])
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=emulator.spec.rounds_weights)
 
 
