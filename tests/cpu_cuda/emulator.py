@@ -42,6 +42,8 @@ DEBUG = os.environ.get("CPU_CUDA_DEBUG") == "1"
 _COMMON = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas")
 _CHECKED = ("-O1", "-g1", "-fsanitize=thread,alignment,bounds", "-nostdlib")
 """-nostdlib keeps g++'s own sanitizer libraries away; runtime.cpp is behind the checks."""
+_CHECKED_ONCE = ("-Og", *_CHECKED[1:])
+"""For changed sources, which run once: less time to compile than -O1, more to run."""
 
 
 class EmulationError(AssertionError):
@@ -178,19 +180,19 @@ extern "C" void cpu_cuda_entry(const void* params) {{ cpu_cuda_call({entry}, par
 _kernels: dict[str, Kernel] = {}
 
 
-def compile_text(text: str, entry: str, sources: Path) -> Kernel:
+def compile_text(text: str, entry: str, sources: Path, checks: tuple[str, ...] = _CHECKED) -> Kernel:
     """Compile a CUDA source whose kernel is called `entry` and takes one struct, with includes from `sources`."""
-    key = _key(text, entry, str(sources), _harness_digest())
+    key = _key(text, entry, str(sources), *checks, _harness_digest())
     if key not in _kernels:
         _runtime()
         library = sources.parent / f"{key}.so"
         if not library.exists():
             source = sources.parent / f"{key}.cpp"
             source.write_text(text + _TRAMPOLINE.format(entry=entry))
-            checks = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else _CHECKED
+            options = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else checks
             _build(
                 library,
-                [*checks, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
+                [*options, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
             )
         _kernels[key] = Kernel(library)
     return _kernels[key]
@@ -198,9 +200,10 @@ def compile_text(text: str, entry: str, sources: Path) -> Kernel:
 
 def compile_kernel(kernel: str, macros: Macros, sources: Path | None = None) -> Kernel:
     """Compile the entry file of a build key, unchanged; `sources` is a folder made by `shadow_sources`."""
+    checks = _CHECKED if sources is None else _CHECKED_ONCE
     if sources is None:
         sources = shadow_sources(BUILD / f"{source_digest()}-{_harness_digest()}" / "src")
-    return compile_text(entry_text(kernel, macros), f"cuflash_{kernel}", sources)
+    return compile_text(entry_text(kernel, macros), f"cuflash_{kernel}", sources, checks)
 
 
 class _Form(NamedTuple):
