@@ -37,6 +37,7 @@ def main() -> int:
         if arguments.kernel not in (None, spec.name) or (wanted and not any(part in case.name for part in wanted)):
             continue
         with cuflash.options(kernel=spec.name):
+            print(f"{spec.name} {case.name} {dtype}", flush=True)  # so that what the tool finds has a name
             try:
                 run(case, make_data(case, dtype), cupy)
                 count += 1

@@ -36,7 +36,7 @@ __device__ __forceinline__ RowPlace row_place(const CombineParams& params, long 
     RowPlace place;
 #pragma unroll
     for (int axis = kRowAxes - 1; axis >= 0; --axis) {
-        const long long rest = divide(row, params.shape[axis]);
+        const long long rest = row < params.shape[axis] ? 0 : divide(row, params.shape[axis]);
         place.at[axis] = row - rest * params.shape[axis];
         row = rest;
     }

@@ -14,56 +14,28 @@
 
 #include "common/epilogue.cuh"
 #include "common/key_loader.cuh"
-#include "common/logit_unit.cuh"
+#include "common/key_walk.cuh"
+#include "common/mma_logits.cuh"
 #include "common/mma_products.cuh"
-#include "common/mma_softmax.cuh"
+#include "common/mma_total.cuh"
 
 namespace cuflash {
 
 constexpr int kTilesPerSum = 4096 / kBlockN;  // until then the drift is a tenth of the rounding to 16 bits
 
-constexpr bool kPerRow = kBiasDtype != 0 || kHasMask || kHasAlibi;  // logits need more than their scores
-
 // Warps pass by tiles that none of their rows sees, where that does not cost the registers of others.
 constexpr bool kSkipUnseen = kStages > 1 && kRowTiles*(kFeatureTiles + kKeyTiles) <= 40;
-
-// What a tile row needs for every tile of keys, looked up once.
-struct TileRow {
-    KeyRange visible;
-    LogitRow logit;
-};
 
 struct SharedTiles {
     alignas(16) Element q[kBlockM][kPitchQ];
     KeyTiles stages[kStages];
     alignas(16) Element p[kShare > 1 ? kBlockM : 1][kPitchP];
     alignas(16) TileRow rows[kBlockM];
-    float exchange[kShare > 1 ? kNumWarps : 1][32];  // a value per row, between warps that share it
+    RowMaxima maxima;
+    Exchange exchange;
     TileMap tile;
-    TileKeys keys;
+    KeyWalk walk;
     LogitUnit unit;
-};
-
-// Tiles of keys are counted from the last; only that one may be shorter. Those from inner_begin to inner_end are seen
-// by all rows.
-struct KeyWalk {
-    const TileKeys& keys;  // in shared memory: registers are few
-    int num_tiles;
-    int last_keys;
-    int inner_begin, inner_end;
-
-    __device__ __forceinline__ KeyWalk(const TileKeys& tile_keys) : keys(tile_keys) {
-        const long long begin = keys.any.begin;
-        const long long num_keys = max(keys.any.end - begin, 0LL);
-        num_tiles = static_cast<int>((num_keys + kBlockN - 1) / kBlockN);
-        last_keys = static_cast<int>(num_keys - static_cast<long long>(num_tiles - 1) * kBlockN);
-        inner_begin = num_tiles - static_cast<int>(max(keys.all.end - begin, 0LL) / kBlockN);
-        inner_end = num_tiles - static_cast<int>(min((keys.all.begin - begin + kBlockN - 1) / kBlockN,
-                                                     static_cast<long long>(num_tiles)));
-    }
-    __device__ __forceinline__ long long first_key(int index) const {
-        return keys.any.begin + static_cast<long long>(num_tiles - 1 - index) * kBlockN;
-    }
 };
 
 template <typename T>
@@ -82,71 +54,38 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
         const Row row = row_at(params, tile, tile_row);
         if (row.valid) address = tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row;
         shared.rows[tile_row].visible = row.valid ? visible_keys(params, tile, row.query) : KeyRange{0, 0};
-        if constexpr (kPerRow) shared.rows[tile_row].logit = logit_row(params, tile, tile_row);
+        // Rows that see no key may belong to no sequence, which has no slopes.
+        if (kPerRow && shared.walk.num_tiles > 0) {
+            LogitRow& logit = shared.rows[tile_row].logit = logit_row(params, tile, tile_row);
+            logit.alibi_slope *= shared.unit.inverse;
+        }
     }
-    constexpr int kWidth = kVectorLoads ? 8 : 1, kVectors = kHeadDim / kWidth;
-    constexpr int kRounds = (kOwnRows * kVectors + 31) / 32;  // all lanes take part: addresses come from each
+    if constexpr (kVectorLoads) {
+        constexpr int kVectors = kHeadDim / 8;
+        constexpr int kLanes = kVectors < 32 ? power_of_two_above(kVectors) : 32;
+        const int own_row = warp.lane / kLanes, own_column = warp.lane % kLanes * 8;
+        const SharedAddress target = shared_address(shared.q[first_row]) + own_row * kRowBytesQ + own_column * 2;
+#pragma unroll
+        for (int pass = 0; pass < kOwnRows; pass += 32 / kLanes) {
+            const char* source = address_of_lane(address, pass + own_row);
+            if (32 / kLanes > kOwnRows && own_row >= kOwnRows) continue;
+#pragma unroll
+            for (int column = 0; column < kHeadDim; column += kLanes * 8) {
+                if (own_column + column < kHeadDim)
+                    cp_async_16(target + pass * kRowBytesQ + column * 2, source + (own_column + column) * 2,
+                                source != nullptr && own_column + column < params.head_dim);
+            }
+        }
+    } else {
 #pragma unroll 4
-    for (int vector = warp.lane; vector < kRounds * 32; vector += 32) {
-        const int row = vector / kVectors, column = vector % kVectors * kWidth;
-        const char* source = address_of_lane(address, row);
-        if (kRounds * 32 != kOwnRows * kVectors && row >= kOwnRows) continue;
-        const bool valid = source != nullptr && column < params.head_dim;
-        Element* target = &shared.q[first_row + row][column];
-        if constexpr (kVectorLoads) cp_async_16(target, source + column * 2, valid);
-        else *target = valid ? load_bits<Element>(source + column * params.q_strides.column) : Element(0);
-    }
-}
-
-// Whether a row of the warp sees a key of the tile by its position.
-__device__ __forceinline__ bool any_row_sees(const TileRow* rows, long long n_begin, int lane) {
-    const ColumnRange visible = columns_of(rows[lane % kRowsPerWarp].visible, n_begin);
-    return __any_sync(0xffffffffu, visible.begin < visible.end);
-}
-
-// Hides the scores of keys that a row does not see by its position.
-__device__ __forceinline__ void hide_scores(const TileRow* rows, long long n_begin, int lane, Scores& scores) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        __syncwarp();  // one row after the other: together they take more registers than there are
-        const ColumnRange visible = columns_of(rows[row_of(r, lane)].visible, n_begin);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            if (!visible.has(column_of(i, lane))) at(scores, r, i) = -infinity();
+        for (int element = warp.lane; element < kOwnRows * kHeadDim; element += 32) {
+            const int row = element / kHeadDim, column = element % kHeadDim;
+            const char* source = address_of_lane(address, row);
+            const bool valid = source != nullptr && column < params.head_dim;
+            shared.q[first_row + row][column] =
+                valid ? load_bits<Element>(source + column * params.q_strides.column) : Element(0);
         }
     }
-}
-
-// Scores become logits in units of unit.factor. `kVectors` asks for what has_vectors<kRun> has found in all rows.
-template <bool kVectors>
-__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
-                                                 const LogitUnit& unit, const TileRow* rows, long long n_begin,
-                                                 int lane, Scores& scores) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        __syncwarp();
-        RowContext row = row_context(params, tile, rows[row_of(r, lane)].logit, n_begin);
-        row.alibi_slope *= unit.inverse;
-        constexpr int kAtOnce = kVectors ? kRun : 2;
-#pragma unroll
-        for (int i = 0; i < kColumns; i += kAtOnce) {
-            if (!kVectors) __syncwarp();  // addresses of elements take registers as well
-            float logits[kAtOnce];
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) logits[e] = unit_score(unit, at(scores, r, i + e));
-            scores_to_row_logits<kVectors>(params, row, column_of(i, lane), logits);
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) at(scores, r, i + e) = logits[e];
-        }
-    }
-}
-
-// Whether all the warp's rows have bias and mask in vectors for this tile.
-__device__ __forceinline__ bool rows_have_vectors(const AttentionParams& params, const TileMap& tile,
-                                                  const TileRow* rows, long long n_begin, int lane) {
-    if constexpr (kBiasDtype == 0 && !kHasMask) return true;
-    const RowContext row = row_context(params, tile, rows[lane % kRowsPerWarp].logit, n_begin);
-    return __all_sync(0xffffffffu, has_vectors<kRun>(params, row));
 }
 
 // Stores lse and output of the warp's rows. Each lane finishes one row; 16-bit output passes through the rows of Q, so
@@ -154,18 +93,19 @@ __device__ __forceinline__ bool rows_have_vectors(const AttentionParams& params,
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, SharedTiles& shared,
                                            const RowStates& states, Output& o, const Warp& warp) {
     const int lane = warp.lane;
+    const RowValues maxima = states.maxima(warp);
     float row_max = 0, row_sum = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        float sum = states.row_sum[r];
+        float sum = states.row_sum.of[r];
         sum += __shfl_xor_sync(0xffffffffu, sum, 1);
         sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float maximum_of_row = __shfl_sync(0xffffffffu, states.row_max[r], lane % 8 * 4);
+        const float maximum_of_row = __shfl_sync(0xffffffffu, maxima.of[r], lane % 8 * 4);
         const float sum_of_row = __shfl_sync(0xffffffffu, sum, lane % 8 * 4);
         if (lane / 8 == r) row_max = maximum_of_row, row_sum = sum_of_row;
     }
     if constexpr (kShare > 1) {
-        float (*const sums)[32] = shared.exchange + threadIdx.x / 64 * 2;
+        float (&sums)[kShare][32] = shared.exchange[warp.group];
         warp.wait();  // for the rows of Q as well
         sums[warp.share][lane] = row_sum;
         warp.wait();
@@ -198,137 +138,159 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         }
     }
     if constexpr (sizeof(OutElement) == 2) {
-        constexpr int kVectors = kWarpFeatures / 8;
+        constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors);
+        const int own_row = lane / kLanes, column = first_column + lane % kLanes * 8;
         __syncwarp();
 #pragma unroll 8
-        for (int vector = lane; vector < kRowsPerWarp * kVectors; vector += 32) {
-            const int row_idx = vector / kVectors, column = first_column + vector % kVectors * 8;
-            store_elements(params, address_of_lane(address, row_idx), column,
-                           *reinterpret_cast<const Elements16*>(&staging[row_idx][column]));
+        for (int pass = 0; pass < kRowsPerWarp; pass += 32 / kLanes) {
+            char* const row_address = address_of_lane(address, pass + own_row);
+            if (kLanes == kVectors || lane % kLanes < kVectors)
+                store_elements(params, row_address, column,
+                               *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
         }
     }
 }
 
-using LoaderK = TileLoader<kHeadDim, kPitchK>;
-using LoaderV = TileLoader<kHeadDimV, kPitchV>;
+// With one buffer for the next tile, copies are issued in the first steps of a product.
+template <int kSteps>
+constexpr int kEarlySteps = kSteps < 2 ? kSteps : 2;
+
+using CopyK = TileCopy<kHeadDim, kPitchK>;
+using CopyV = TileCopy<kHeadDimV, kPitchV>;
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     const TileMap& tile = shared.tile;
-    const TileKeys& keys = shared.keys;
-    if (threadIdx.x < 32) {
-        map_block(params, shared.tile);
-        __syncwarp();
-        if (threadIdx.x == 0 && tile.num_rows != 0) shared.keys = tile_keys(params, tile);
-    }
+    const KeyWalk& walk = shared.walk;  // registers are few
+    TileKeys keys;
+    if (threadIdx.x < 32 && map_block(params, shared.tile, keys)) shared.walk = key_walk(keys);
     if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
     __syncthreads();
     if (tile.num_rows == 0) return;
-    const Warp warp;
-    const int lane = warp.lane;
-    const TileRow* rows = &shared.rows[warp.first_row];
-
-    const KeyWalk walk(keys);
-    const bool lags = warp.lags();
-    LoaderK load_k(tile.k, params.k_strides, walk.first_key(0), shared.stages[0].k[0], params.head_dim);
-    LoaderV load_v(tile.v, params.v_strides, walk.first_key(0), shared.stages[0].v[0], params.head_dim_v);
-    if (lags) load_k.become(load_v);
+    const Warp first_warp(threadIdx.x);
+    const bool lags = first_warp.lags();
+    // Of a staggered block one half copies K, the other V.
     const Strides strides_of_half = lags ? params.v_strides : params.k_strides;
     const Strides& k_strides = kStaggered ? strides_of_half : params.k_strides;
-    const SharedAddress lane_q = kept_shared_address(&shared.q[warp.first_row + lane % 16][lane / 16 * 8]);
-    const SharedAddress lane_p =
-        kShare > 1 ? kept_shared_address(&shared.p[warp.first_row + lane % 16][lane / 16 * 8]) : lane_q;
-    const SharedAddress lane_k =
-        kept_shared_address(&shared.stages[0].k[warp.share * kWarpKeys + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
-    const SharedAddress lane_v =
-        kept_shared_address(&shared.stages[0].v[lane % 16][warp.share * kWarpFeatures + lane / 16 * 8]);
+    const auto copy_k = [&](int i, const Warp& warp) {
+        return CopyK(lags ? tile.v : tile.k, k_strides, walk.first_key(i),
+                     lags ? shared.stages[0].v[0] : shared.stages[0].k[0], lags ? params.head_dim_v : params.head_dim,
+                     warp.thread);
+    };
+    const auto copy_v = [&](int i, const Warp& warp) {
+        return CopyV(tile.v, params.v_strides, walk.first_key(i), shared.stages[0].v[0], params.head_dim_v,
+                     warp.thread);
+    };
+    // Where a lane reads operands.
+    const auto lane_q = [&](const Warp& warp) {
+        return shared_address(&shared.q[warp.first_row + warp.lane % 16][warp.lane / 16 * 8]);
+    };
+    const auto lane_k = [&](const Warp& warp, int stage) {
+        const int row = warp.lane / 16 * 8 + warp.lane % 8;
+        return shared_address(&shared.stages[stage].k[warp.share * kWarpKeys + row][warp.lane / 8 % 2 * 8]);
+    };
+    const auto lane_p = [&](const Warp& warp) {
+        return shared_address(&shared.p[kShare > 1 ? warp.first_row + warp.lane % 16 : 0][warp.lane / 16 * 8]);
+    };
+    const auto lane_v = [&](const Warp& warp, int stage) {
+        const int column = warp.share * kWarpFeatures + warp.lane / 16 * 8;
+        return shared_address(&shared.stages[stage].v[warp.lane % 16][column]);
+    };
 
-    RowStates states;
+    RowStates states(shared.maxima, first_warp);
     OutputTotal total;
     Output o = {};
     bool pending = false;  // weights of the last tile are to be multiplied by V
     KeptQueries kept;
-    const float multiplier = shared.unit.multiplier;
-    if (walk.num_tiles > 0) {
-        if (!lags) load_k.template load<false, 1>(params.k_strides, 0, walk.last_keys, 0);
-        if (kStaggered ? lags : kStages > 1) load_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
-        load_queries(params, tile, shared, warp);
-        if constexpr (kKeepQ) {
-            cp_async_wait();
-            warp.wait();
+    const float multiplier = shared.unit.multiplier;  // makes bits of logits
+    CopyK next_k = copy_k(0, first_warp);
+    CopyV next_v = copy_v(0, first_warp);
+    next_k.template load<false, 1>(k_strides, 0, walk.last_keys, 0);
+    load_queries(params, tile, shared, first_warp);
+    if constexpr (kStages > 1 && !kStaggered) next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
+    if constexpr (kKeepQ) {
+        cp_async_wait();
+        first_warp.wait();
 #pragma unroll
-            for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q, step);
-        }
+        for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q(first_warp), step);
     }
+    int i = 0;
 #pragma unroll 1
-    for (int first = 0; first < walk.num_tiles; first += kTilesPerSum) {
-        const int end = min(first + kTilesPerSum, walk.num_tiles);
+    while (i < walk.num_tiles) {
 #pragma unroll 1
-        for (int i = first; i < end; ++i) {
+        do {
+            const Warp warp = warp_of_tile();
+            const TileRow* rows = &shared.rows[warp.first_row];
+            const int stage = i & (kStages - 1), next_stage = (i + 1) & (kStages - 1);
+            const int next_keys = i + 1 < walk.num_tiles ? kBlockN : 0;
+            if constexpr (kFewRegisters) {
+                next_k = copy_k(i + 1, warp);
+                next_v = copy_v(kStages > 1 ? i + 1 : i, warp);
+            } else {
+                next_k.previous_tile(k_strides);
+                next_v.previous_tile(params.v_strides);
+            }
+            const SharedAddress q = lane_q(warp), k = lane_k(warp, stage);
             cp_async_wait();
             __syncthreads();
-            const int stage = i % kStages, next_stage = (i + 1) % kStages;
-            const int next_keys = i + 1 < walk.num_tiles ? kBlockN : 0;
             if constexpr (kStaggered) {
                 if (lags) {
-                    if (pending) multiply_pv(o, {}, lane_p, lane_v + next_stage * kStageBytes);
+                    if (pending) multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
                     barrier_wait(15, kThreads / 2);
                 }
             }
-            load_k.previous_tile(k_strides);
-            if (kStages > 1 || i > 0) load_v.previous_tile(params.v_strides);
-            const auto load_part = [&](int part) {
-                if constexpr (kStages > 1) {
-                    load_k.template load<true, kStepsK>(k_strides, next_stage, next_keys, part);
-                    if constexpr (!kStaggered)
-                        load_v.template load<true, kStepsK>(params.v_strides, next_stage, next_keys, part);
+            const auto copy_part = [&](int part) {
+                if constexpr (kStages == 1) {
+                    next_v.template load<false, kEarlySteps<kStepsK>>(params.v_strides, 0,
+                                                                      i == 0 ? walk.last_keys : kBlockN, part);
                 } else {
-                    load_v.template load<false, kStepsK>(params.v_strides, 0, i == 0 ? walk.last_keys : kBlockN, part);
+                    next_k.template load<true, kStepsK>(k_strides, next_stage, next_keys, part);
+                    if constexpr (!kStaggered)
+                        next_v.template load<true, kStepsK>(params.v_strides, next_stage, next_keys, part);
                 }
             };
             const bool at_edge = i < walk.inner_begin || i >= walk.inner_end;
-            if (kSkipUnseen && at_edge && !any_row_sees(rows, walk.first_key(i), lane)) {
+            if (kSkipUnseen && at_edge && !any_row_sees(rows, walk.first_key(i), warp.lane)) {
 #pragma unroll
-                for (int part = 0; part < kStepsK; ++part) load_part(part);
+                for (int part = 0; part < kStepsK; ++part) copy_part(part);
                 pending = false;
                 continue;
             }
             Scores scores;
-            multiply_qk(scores, lane_q, kept, lane_k + stage * kStageBytes, load_part);
+            TileLogits logits;
+            const long long n_begin = walk.first_key(i) + warp.share * kWarpKeys;
+            begin_scores(shared.unit, rows, n_begin, warp.lane, scores, logits);
+            multiply_qk(scores, q, kept, k, copy_part);
             if constexpr (kStages == 1) {
                 cp_async_wait();
                 __syncthreads();
-                load_k.template load<true, 1>(params.k_strides, 0, next_keys, 0);
             }
 
-            const long long n_begin = walk.first_key(i) + warp.share * kWarpKeys;
-            if constexpr (kPerRow || kHasSoftcap) {
-                if (rows_have_vectors(params, tile, rows, n_begin, lane))
-                    scores_to_logits<true>(params, tile, shared.unit, rows, n_begin, lane, scores);
-                else scores_to_logits<false>(params, tile, shared.unit, rows, n_begin, lane, scores);
-            } else if (shared.unit.scaled) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-                    for (int column = 0; column < kColumns; ++column) at(scores, r, column) *= shared.unit.scale.scale;
-                }
-            }
-            if (at_edge) hide_scores(rows, n_begin, lane, scores);
-            scores_to_weights(scores, multiplier, states, o, shared.exchange, warp);
+            const Warp same = warp_of_tile();
+            const SharedAddress p = lane_p(same), v = lane_v(same, stage);
+            const TileRow* same_rows = &shared.rows[same.first_row];
+            const long long same_begin = walk.first_key(i) + same.share * kWarpKeys;
+            scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, at_edge, scores, logits);
+            if (at_edge) hide_scores(same_rows, same_begin, same.lane, scores);
+            scores_to_weights(scores, multiplier, shared.unit, logits, states, o, shared.exchange, same);
             Weights weights;
             round_scores(weights, scores);
             if constexpr (kShare > 1) {
-                store_weights(&shared.p[warp.first_row], warp.share * kWarpKeys, weights, lane);
-                warp.wait();
+                store_weights(&shared.p[same.first_row], same.share * kWarpKeys, weights, same.lane);
+                same.wait();
             }
             pending = lags;
-            if (!lags) multiply_pv(o, weights, lane_p, lane_v + stage * kStageBytes);
-        }
-        if (first != 0) add_total(o, total, states, multiplier);
-        if (first + kTilesPerSum < walk.num_tiles) restart(o, total, states);
+            const auto copy_k_part = [&](int part) {
+                if constexpr (kStages == 1)
+                    next_k.template load<true, kEarlySteps<kStepsV>>(k_strides, 0, next_keys, part);
+            };
+            if (!lags) multiply_pv(o, weights, p, v, copy_k_part);
+        } while ((++i & (kTilesPerSum - 1)) != 0 && i < walk.num_tiles);
+        if (i > kTilesPerSum) add_total(o, total, states.maxima(warp_of_tile()), multiplier);
+        if (i < walk.num_tiles) restart(o, total, states.maxima(warp_of_tile()));
     }
-    if (pending) multiply_pv(o, {}, lane_p, lane_v + (walk.num_tiles - 1) % kStages * kStageBytes);
+    if (pending) multiply_pv(o, {}, lane_p(first_warp), lane_v(first_warp, (walk.num_tiles - 1) % kStages), [](int) {});
     cp_async_wait();
-    store_rows(params, tile, shared, states, o, warp);
+    store_rows(params, tile, shared, states, o, Warp(thread_index_again()));
 }
 
 }  // namespace cuflash

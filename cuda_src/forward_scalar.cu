@@ -52,6 +52,7 @@ struct SharedTiles {
     Accumulator slices[2][kBlockN][kSlice + kVector];
     Accumulator weights[kBlockM][kBlockN + kVector];
     TileMap tile;
+    TileKeys keys;
 };
 
 struct LaneMaximum {
@@ -180,14 +181,14 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32) map_block(params, shared.tile);
+    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
 
     const int lane = threadIdx.x % 32 / kGroupsPerWarp;
     const int first_row = threadIdx.x / 32 * kGroupsPerWarp * kRows + threadIdx.x % kGroupsPerWarp;
-    const TileKeys keys = tile_keys(params, tile);
+    const TileKeys keys = shared.keys;
 
     const auto load_q = [&](int slice) {
         load_tile<kBlockM, kSliceK>(shared.q, slice * kSliceK, slice * kSliceK, params.head_dim,

@@ -245,10 +245,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const TileMap& tile = shared.tile;
     const TileKeys& keys = shared.keys;
     if (threadIdx.x < 32) {
-        map_block(params, shared.tile);
-        __syncwarp();
-        if (threadIdx.x == 0 && tile.num_rows != 0) {
-            shared.keys = tile_keys(params, tile);
+        map_block(params, shared.tile, shared.keys);
+        if (threadIdx.x == 0) {
             const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
             // A multiplier below the normal range counts as 0, and 0 x -inf is no hidden score.
             const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && !kHasAlibi &&

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .arrays import FLOAT_NAMES
 from .problem import Problem
+from .splits import MIN_KEYS_PER_SPLIT
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
@@ -46,6 +47,10 @@ class KernelSpec(NamedTuple):
     """Blocks per multiprocessor for which the compiler keeps registers free."""
     limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
     """What else the kernel refuses, as a sentence."""
+    splits_from: int = 2 * MIN_KEYS_PER_SPLIT
+    """Keys that a tile must see to be split."""
+    latency_bound: bool = False
+    """Whether a tile of 64 rows takes as long as a lower one: lower ones, spread over more blocks, gain nothing."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -107,6 +112,8 @@ KERNELS = (
         tiles=mma_tiles,
         shared_memory=mma_shared_memory,
         min_blocks=mma_min_blocks,
+        splits_from=3 * MIN_KEYS_PER_SPLIT,
+        latency_bound=True,
         rounds_weights=True,
     ),
     KernelSpec(

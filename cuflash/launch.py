@@ -24,9 +24,8 @@ from .params import (
     POINTERS,
     POINTERS_SIZE,
     SIZE,
-    dense_strides,
     pack_form,
-    pack_lengths,
+    pack_other_lengths,
     pack_pointers_into,
     pack_problem_lengths,
 )
@@ -100,21 +99,8 @@ class Form:
         if plan.num_splits > 1:
             split = split_of(rows, problem, out, lse, plan, self.device_id)
             to_out, to_lse, split_strides = split.partial
-        num_batch = len(problem.batch)
-        lengths = pack_lengths(
-            *dense_strides(q_strides, num_batch),
-            *dense_strides(k_strides, num_batch),
-            *dense_strides(v_strides, num_batch),
-            *dense_strides(to_out.strides, num_batch),
-            *dense_strides(to_lse.strides if to_lse else (), num_batch if to_lse else 0),
-            seqlen_q,
-            seqlen_k,
-            offset,
-            plan.num_m_blocks,
-            0,
-            plan.num_splits,
-            *split_strides,
-        )
+        strides = (q_strides, k_strides, v_strides, to_out.strides, to_lse.strides if to_lse else ())
+        lengths = pack_other_lengths(problem, plan, (seqlen_q, seqlen_k), offset, strides, split_strides)
         return Launch(self, plan, (((plan.num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse, split)
 
     def _results(self, rows: tuple[int, ...], like: tuple[int, ...]) -> tuple[Operand, Operand | None]:

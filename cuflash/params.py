@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from .arrays import ITEMSIZE
@@ -29,13 +30,13 @@ POINTERS = (
     "cu_seqlens_k",
 )
 _LENGTHS = (
-    "seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "first_block", "num_splits", "out_split_stride",
-    "lse_split_stride",
+    "seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "planes_at_once", "heads_continue", "first_block",
+    "num_splits", "out_split_stride", "lse_split_stride",
 )  # fmt: skip
 _INT64 = ("num_batches", "num_sequences", "window_left", "window_right")
 _INT32 = (
-    "num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "longest_first", "offset_from_lengths",
-    "alibi_dtype", "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size",
+    "num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "offset_from_lengths", "alibi_dtype",
+    "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size",
 )  # fmt: skip
 
 _STRIDES = f"{BATCH_AXES + 3}q"
@@ -66,9 +67,11 @@ pack_pointers_into = struct.Struct(_format(_POINTER_FIELDS)).pack_into
 """The addresses come first in the struct, so that a call packs them alone, in front of the rest as it was."""
 pack_lengths = struct.Struct(_format(_LENGTH_FIELDS)).pack
 """Then what depends on lengths, for which a new length packs it alone; then the rest."""
-_pack_form = struct.Struct(_format(_FORM_FIELDS)).pack
+_END = "4x"
+"""The struct ends on a boundary of eight bytes."""
+_pack_form = struct.Struct(_format(_FORM_FIELDS) + _END).pack
 POINTERS_SIZE = struct.calcsize(_format(_POINTER_FIELDS))
-SIZE = struct.calcsize(_format(FIELDS))
+SIZE = struct.calcsize(_format(FIELDS) + _END)
 
 FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """CUFLASH_FLOAT16 ... of cuda_src/common/config.cuh."""
@@ -80,6 +83,43 @@ _ZEROS = (0,) * (BATCH_AXES + 3)
 def dense_strides(steps: tuple[int, ...], num_batch: int) -> tuple[int, ...]:
     """`Strides` of an array with up to four leading axes, of which each is one of the kernel's."""
     return (*_ZEROS[: BATCH_AXES - num_batch], *steps, *_ZEROS[: 3 + num_batch - len(steps)])
+
+
+def _heads_continue(batch: Sequence[int], arrays: Iterable[tuple[tuple[int, ...], int]]) -> bool:
+    """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
+
+    Parameters
+    ----------
+    batch
+        Lengths of the leading axes.
+    arrays
+        For each its strides along these axes and along its heads, and the number of the latter.
+    """
+    for strides, num_heads in arrays:
+        step = strides[-1] * num_heads
+        for length, stride in zip(reversed(batch), strides[-2::-1], strict=True):
+            if length != 1:
+                if stride != step:
+                    return False
+                step *= length
+    return True
+
+
+def _problem_heads_continue(problem: Problem, plan: Plan) -> bool:
+    if plan.num_batches == 1 or problem.op == "attention_varlen":
+        return False
+    first = BATCH_AXES - len(plan.batch_axes)
+    return _heads_continue(
+        [length for _, length in plan.batch_axes],
+        (
+            (
+                _strides(problem, plan, name, operand)[first : BATCH_AXES + 1],
+                problem.num_heads_kv if name in ("k", "v") else problem.num_heads_q,
+            )
+            for name, operand in zip(POINTERS, problem.operands, strict=False)
+            if operand is not None
+        ),
+    )
 
 
 def _strides(problem: Problem, plan: Plan, name: str, operand: Operand | None) -> tuple[int, ...]:
@@ -122,7 +162,6 @@ def pack_form(problem: Problem, plan: Plan) -> bytes:
         plan.packed_heads,
         problem.head_dim,
         problem.head_dim_v,
-        plan.longest_first,
         varlen and problem.bottom_right,
         FLOAT_CODES[problem.alibi_slopes.dtype] if problem.alibi_slopes else 0,
         FLOAT_CODES[problem.sinks.dtype] if problem.sinks else 0,
@@ -139,8 +178,48 @@ def pack_problem_lengths(problem: Problem, plan: Plan, first_block: int) -> byte
     for name, operand in zip(POINTERS[:5], problem.operands[:5], strict=True):
         values += _strides(problem, plan, name, operand)
     offset = problem.query_offset or 0
-    values += (problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, first_block, plan.num_splits)
+    values += (problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, plan.planes_at_once)
+    values += (_problem_heads_continue(problem, plan), first_block, plan.num_splits)
     return pack_lengths(*values, *(split_strides(problem) if plan.num_splits > 1 else (0, 0)))
+
+
+def pack_other_lengths(
+    problem: Problem,
+    plan: Plan,
+    seqlens: tuple[int, int],
+    offset: int | None,
+    strides: Sequence[tuple[int, ...]],
+    split_strides: tuple[int, int],
+) -> bytes:
+    """Pack what depends on lengths for a dense problem without options, given its new `plan`.
+
+    Parameters
+    ----------
+    problem
+        With other lengths.
+    plan
+        For these lengths.
+    seqlens, offset
+        Queries and keys, and the position of the first query.
+    strides
+        Those of q, k, v, out and lse; () for no lse.
+    split_strides
+        Bytes from split to split of `out` and `lse`.
+    """
+    num_batch, heads_q, heads_kv = len(problem.batch), problem.num_heads_q, problem.num_heads_kv
+    continues = plan.num_batches > 1 and _heads_continue(
+        problem.batch,
+        [
+            (steps[: num_batch + 1], heads)
+            for steps, heads in zip(strides, (heads_q, heads_kv, heads_kv, heads_q, heads_q), strict=True)
+            if steps
+        ],
+    )
+    values: list[int] = []
+    for steps in strides:
+        values += dense_strides(steps, num_batch if steps else 0)
+    values += (*seqlens, offset or 0, plan.num_m_blocks, plan.planes_at_once, continues, 0, plan.num_splits)
+    return pack_lengths(*values, *split_strides)
 
 
 def _integer_size(operand: Operand | None) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from .arrays import ITEMSIZE
 from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
 from .knobs import Settings
 from .params import BATCH_AXES
@@ -28,6 +29,14 @@ SMALLEST_USEFUL_TILE = 16
 LARGEST_TILE = 1024
 TALL_TILE = 64
 """Rows from which on a taller tile saves so little that splitting the keys for it would cost more."""
+FEW_KEYS = 1024
+"""For which tall tiles, alone on a multiprocessor, begin and end too often (measured at head_dim 256, causal)."""
+CACHED_BYTES = 16 << 20
+"""Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
+
+A tile of M rows does M operations for each byte of keys and values: 64 rows at 4.3 TB/s 275 TFLOP/s, less than the
+tensor cores do. All heads at once have fewer turns, so that fewer multiprocessors wait for the last one.
+"""
 CACHE_SIZE = 4096
 
 Macros = tuple[tuple[str, str | int], ...]
@@ -40,6 +49,15 @@ class Build(NamedTuple):
     kernel: str
     macros: Macros
     shared_memory: int
+
+
+class TileWorth(NamedTuple):
+    """Size that a tile is worth having, for the lengths of a problem; the tile is chosen by it."""
+
+    rows: int
+    keys: int
+    alone: bool
+    """Whether no two tiles will share a multiprocessor."""
 
 
 class Plan(NamedTuple):
@@ -59,11 +77,11 @@ class Plan(NamedTuple):
     num_m_blocks: int
     group_size: int
     packed_heads: int
-    longest_first: bool
+    planes_at_once: int
+    """Heads of all batches whose tiles take turns, those that see the most keys first; 0: one head after another."""
     batch_axes: Axes
     """Axis and length of the leading axes that the kernel walks; more than four are merged where strides allow."""
-    useful_rows: int
-    """Tile height worth having for these lengths; the tile is chosen by it."""
+    worth: TileWorth
     outer_axes: Axes
     """Axis and length of those beyond four: one launch for each of their indices."""
     num_splits: int = 1
@@ -92,15 +110,16 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
     # given `out` has no `workspace` to be given too.
     num_keys = 0 if varlen else keys_of_a_tile(problem, seqlen_q, problem.seqlen_k, problem.query_offset, TALL_TILE)
-    useful_rows = rows_worth_a_tile(average_rows, group_size, num_planes, device, num_keys)
-    choice = _choose(problem, device, settings, useful_rows)
+    spec, _ = _cached_kernel(problem, device, settings)
+    worth = _worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, num_keys)
+    choice = _choose(problem, device, settings, worth)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
         packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
         num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * (num_planes // packed_heads)
-        num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n)
+        num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n, spec.splits_from)
     if num_splits > 1:
-        choice = _choose(partial_results(problem), device, settings._replace(kernel=choice.kernel), useful_rows)
+        choice = _choose(partial_results(problem), device, settings._replace(kernel=choice.kernel), worth)
 
     tile = choice.tile
     packed_heads = heads_per_tile(average_rows, group_size, tile)
@@ -118,9 +137,9 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
         num_m_blocks,
         group_size,
         packed_heads,
-        problem.window_right is not None and not varlen,
+        _planes_at_once(problem, spec, problem.seqlen_k, tile.block_m, group_size // packed_heads),
         batch_axes,
-        useful_rows,
+        worth,
         outer_axes,
         num_splits,
         resident_blocks,
@@ -148,14 +167,15 @@ def plan_other_lengths(
     tile, packed_heads = plan.tile, plan.packed_heads
     num_planes = plan.num_batches * problem.num_heads_q
     num_keys = keys_of_a_tile(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
+    spec = next(spec for spec in KERNELS if spec.name == plan.kernel)
     if (
         packed_heads != heads_per_tile(seqlen_q, plan.group_size, tile)
-        or plan.useful_rows != rows_worth_a_tile(seqlen_q, plan.group_size, num_planes, device, num_keys)
+        or plan.worth != _worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, num_keys)
     ):  # fmt: skip
         return None
     num_m_blocks = -(-seqlen_q * packed_heads // tile.block_m)
     num_tiles = num_m_blocks * (num_planes // packed_heads)
-    num_splits = choose_splits(num_tiles, plan.resident_blocks, num_keys, tile.block_n)
+    num_splits = choose_splits(num_tiles, plan.resident_blocks, num_keys, tile.block_n, spec.splits_from)
     if (num_splits == 1) != (plan.num_splits == 1):
         return None
     rows = (*problem.batch, problem.num_heads_q, seqlen_q)
@@ -163,21 +183,44 @@ def plan_other_lengths(
     if num_splits > 1:
         workspace = _workspace(partial_layout(rows, problem.head_dim_v, problem.lse_dtype), num_splits)
     return plan._replace(
-        num_blocks=num_tiles * num_splits, num_m_blocks=num_m_blocks, num_splits=num_splits, workspace=workspace
+        num_blocks=num_tiles * num_splits,
+        num_m_blocks=num_m_blocks,
+        planes_at_once=_planes_at_once(problem, spec, seqlen_k, tile.block_m, plan.group_size // packed_heads),
+        num_splits=num_splits,
+        workspace=workspace,
     )
+
+
+def _planes_at_once(problem: Problem, spec: KernelSpec, seqlen_k: int, block_m: int, planes_of_a_head: int) -> int:
+    """Where later rows see more keys: all heads, or as many as have keys and values that stay in cache together.
+
+    The latter for tiles that read keys faster than memory gives them.
+    """
+    if problem.window_right is None or problem.op == "attention_varlen":
+        return 0
+    if not spec.latency_bound or block_m > TALL_TILE:
+        return max(problem.num_heads_q * prod(problem.batch), 1)
+    num_bytes = seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    return max(1, CACHED_BYTES // max(num_bytes, 1)) * planes_of_a_head
 
 
 def _workspace(partial: Partial, num_splits: int) -> int:
     return num_splits * sum(partial.strides) if num_splits > 1 else 0
 
 
-def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Device, num_keys: int) -> int:
-    """Tile height worth having: not above the rows of one key head, and low enough to occupy every multiprocessor.
+def _worth_a_tile(
+    problem: Problem, spec: KernelSpec, rows: int, group_size: int, num_planes: int, device: Device, num_keys: int
+) -> TileWorth:
+    """Size that a tile is worth having: not above the rows of one key head, and low enough for all multiprocessors.
 
     Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better.
 
     Parameters
     ----------
+    problem
+        What is computed.
+    spec
+        The kernel.
     rows
         Queries of one head (for packed sequences: on average).
     group_size
@@ -187,14 +230,24 @@ def rows_worth_a_tile(rows: int, group_size: int, num_planes: int, device: Devic
     device
         The GPU.
     num_keys
-        Keys that a tile sees, at most.
+        Keys that a tile sees, at most; 0: not known.
     """
     rows_in_all = rows * num_planes
     by_device = rows_in_all // device.num_multiprocessors
     if by_device < TALL_TILE:
-        by_device = min(TALL_TILE, rows_in_all * splits_allowed(num_keys) // device.num_multiprocessors)
+        splits = splits_allowed(num_keys) if num_keys >= spec.splits_from else 1
+        rows_of_a_block = rows_in_all * splits // device.num_multiprocessors
+        by_device = TALL_TILE if spec.latency_bound else min(TALL_TILE, rows_of_a_block)
     limit = min(rows * group_size, by_device)
-    return max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
+    # Where the output is wide, tall tiles have a multiprocessor for themselves: nothing is computed while one begins
+    # and another one ends, and there is more of that the fewer keys they see.
+    if spec.latency_bound and problem.head_dim_v > 128 and problem.window_right is not None and num_keys <= FEW_KEYS:
+        limit = min(limit, TALL_TILE)
+    useful_rows = max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
+    # Narrow tiles where a quarter of what wide ones compute would be for nothing.
+    wide, narrow = (-(-num_keys // size) * size for size in (64, 32))
+    useful_keys = 32 if 0 < 4 * narrow <= 3 * wide else LARGEST_TILE
+    return TileWorth(useful_rows, useful_keys, rows_in_all <= useful_rows * device.num_multiprocessors)
 
 
 def heads_per_tile(rows: int, group_size: int, tile: Tile) -> int:
@@ -215,29 +268,39 @@ class Choice(NamedTuple):
 
 
 _choices: dict[tuple, Choice] = {}
+_specs: dict[tuple, KernelSpec] = {}
 
 
-def _choose(problem: Problem, device: Device, settings: Settings, useful_rows: int) -> Choice:
-    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `useful_rows`.
+def _cached_kernel(problem: Problem, device: Device, settings: Settings) -> tuple[KernelSpec, tuple]:
+    """Return what `choose_kernel` does, and a key for all that a choice depends on but `TileWorth`.
 
     The key must hold whatever a row's `refusal`, `tiles`, `shared_memory` and `min_blocks` look at.
     """
     p = problem
-    alignment = common_alignment(p)
     key = (
         p.op, p.dtype, p.out_dtype, p.precision, p.head_dim, p.head_dim_v, p.num_heads_q, p.num_heads_kv,
         p.window_left is None, p.window_right is None, p.softcap == 0, p.bias and p.bias.dtype, p.mask is None,
-        p.alibi_slopes is None, p.sinks is None, p.query_offsets is None, alignment, useful_rows, device, settings,
+        p.alibi_slopes is None, p.sinks is None, p.query_offsets is None, common_alignment(p), device, settings,
     )  # fmt: skip
-    choice = _choices.get(key)
+    spec = _specs.get(key)
+    if spec is None:
+        if len(_specs) >= CACHE_SIZE:
+            _specs.clear()
+        spec = _specs[key] = choose_kernel(problem, device, settings)
+    return spec, key
+
+
+def _choose(problem: Problem, device: Device, settings: Settings, worth: TileWorth) -> Choice:
+    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `worth`."""
+    spec, key = _cached_kernel(problem, device, settings)
+    choice = _choices.get((key, worth))
     if choice is None:
-        spec = choose_kernel(p, device, settings)
-        tile = _choose_tile(spec, p, device, settings, useful_rows)
-        macros = _macros(spec, p, tile, device, alignment)
+        tile = _choose_tile(spec, problem, device, settings, worth)
+        macros = _macros(spec, problem, tile, device, common_alignment(problem))
         if len(_choices) >= CACHE_SIZE:
             _choices.clear()
-        shared_memory, min_blocks = spec.shared_memory(p, tile), spec.min_blocks(p, tile, device)
-        choice = _choices[key] = Choice(
+        shared_memory, min_blocks = spec.shared_memory(problem, tile), spec.min_blocks(problem, tile, device)
+        choice = _choices[key, worth] = Choice(
             spec.name, tile, macros, shared_memory, min_blocks, "out_dtype" in spec.features
         )
     return choice
@@ -263,10 +326,14 @@ def refusals(problem: Problem, device: Device) -> list[tuple[str, str | None]]:
     return [(spec.name, spec.refusal(problem, device)) for spec in KERNELS]
 
 
-def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, useful_rows: int) -> Tile:
+def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, worth: TileWorth) -> Tile:
     tiles = spec.tiles(problem, device)
     if not settings.tile:
-        return next((tile for tile in tiles if tile.block_m <= useful_rows), tiles[0])
+        first = next((tile for tile in tiles if tile.block_m <= worth.rows), tiles[0])
+        alike = [tile for tile in tiles if tile.block_m == first.block_m]
+        if worth.alone:
+            first = next((tile for tile in alike if tile.block_n == first.block_n and tile.stages > 1), first)
+        return next((tile for tile in alike if tile.block_n <= worth.keys and tile.stages == first.stages), first)
     for tile in tiles:
         if str(tile) == settings.tile:
             return tile

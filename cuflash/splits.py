@@ -11,20 +11,16 @@ from .problem import Operand, Problem, alignment_of
 
 MAX_SPLITS = 128
 MIN_KEYS_PER_SPLIT = 256
-"""A split that saves fewer is not worth its cost.
-
-It costs a second launch (3 us) and, per row, 8 Dv bytes of partial results, written and read. A block walks its keys at
-block_m x 4 D operations each: on an H200 a 128x64 tile of forward_wmma at 210 TFLOP/s / 264 blocks takes 41 ns per key,
-a 64x64 tile of forward_scalar at 33 TFLOP/s / 396 takes 200 ns. 256 keys are thus 10 us or more, and the operations
-that they replace take three times as long as moving the partial results: 256 x 4 D / 210 T against 8 D / 4 TB/s.
-"""
+"""A split that saves fewer is not worth its cost: a second launch (5 us on an H200) and, per row, 8 Dv bytes of partial
+results, written and read. A block walks its keys in 19 ns each with forward_mma, 41 with forward_wmma (128x64) and 200
+with forward_scalar (64x64): 256 keys are 5 us or more."""
 ENOUGH_OF_A_WAVE = 0.85
 """Share of the best efficiency for which fewer splits are preferred: each one adds partial results."""
 ENOUGH_THREADS = 256
 """Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
 
 
-def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n: int) -> int:
+def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n: int, from_keys: int) -> int:
     """Parts into which the keys of each tile are split; 1 where blocks fill the device, or where keys are few.
 
     The efficiency of s splits is num_blocks s / (waves x resident_blocks) with waves = ceil(num_blocks s /
@@ -40,10 +36,12 @@ def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n:
         Keys that a tile sees, at most.
     block_n
         Keys of a tile.
+    from_keys
+        Keys below which they are not split.
     """
     num_tiles = -(-num_keys // block_n)
     most = min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)
-    if most < 2 or not 0 < num_blocks < resident_blocks:
+    if most < 2 or num_keys < from_keys or not 0 < num_blocks < resident_blocks:
         return 1
     splits = _fewest_splits(num_blocks, resident_blocks, most)
     return -(-num_tiles // -(-num_tiles // splits))  # without those that would be left with no tile

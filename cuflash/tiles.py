@@ -71,3 +71,5 @@ def round_up(value: int, multiple: int) -> int:
 
 TILE_MAP_BYTES = 16 * 8
 """sizeof(TileMap) of sequence.cuh."""
+TILE_KEYS_BYTES = 4 * 8
+"""sizeof(TileKeys) of mask.cuh."""

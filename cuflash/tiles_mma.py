@@ -22,8 +22,11 @@ def mma_shared_memory(problem: Problem, tile: Tile) -> int:
     elements = tile.block_m * (max(bucket, bucket_v) + 8) + tile.stages * tile.block_n * (bucket + bucket_v + 16)
     shared = _warps_per_row(problem) > 1
     elements += (tile.block_m if shared else 1) * (tile.block_n + 8)
+    rows, output, _ = _mma_registers(problem, tile)
+    few_registers = tile.stages == 1 or _has_arrays(problem) or (not shared and output >= 112)
+    maxima = rows * 4 * (tile.num_threads // 32 if few_registers else 1)
     exchange = tile.num_threads * 4 if shared else 128
-    return round_up(2 * elements + tile.block_m * 48 + exchange + TILE_MAP_BYTES + 2 * 4 * 8, 16)
+    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 48, 16)
 
 
 # Registers and shared memory are the limit: an instruction that multiplies 16 keys is worth 6 clocks of a tensor core,
@@ -46,10 +49,15 @@ def _mma_registers(problem: Problem, tile: Tile) -> tuple[int, int, int]:
     return rows, rows * bucket_v // share // 32, rows * tile.block_n // share // 32
 
 
+def _has_arrays(problem: Problem) -> bool:
+    """Whether an array is read for every logit."""
+    return problem.bias is not None or problem.mask is not None
+
+
 def _is_plain(problem: Problem) -> bool:
     """Whether logits are scores times a factor, and need no registers beside them."""
     p = problem
-    return p.bias is None and p.mask is None and p.alibi_slopes is None and p.softcap == 0
+    return not _has_arrays(p) and p.alibi_slopes is None and p.softcap == 0
 
 
 def _has_wide_bias(problem: Problem) -> bool:
@@ -62,16 +70,17 @@ def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
     What fits the registers was found by compiling.
     """
     p = problem
-    arrays = p.bias is not None or p.mask is not None
+    arrays = _has_arrays(p)
     newest = device.compute_capability >= 100
     bucket_v = mma_bucket(p.head_dim_v)
     square = mma_bucket(p.head_dim) == bucket_v
+    one_feature = (p.alibi_slopes is None) or (p.softcap == 0)  # their short forms take no more registers
     few = (arrays and newest) or _has_wide_bias(p) or (bucket_v == 224 and not square)
     widest_output = 96 if few else 128
     if arrays:
-        most = 128 if bucket_v == 64 and not newest and not _has_wide_bias(p) else 96
+        most = 96
     else:
-        most = 144 if newest else 192 if _is_plain(p) and square else 160
+        most = 192 if square and (_is_plain(p) or (one_feature and not newest)) else 144 if newest else 160
     fitting = []
     for tile in _MMA_TILES:
         rows, output, scores = _mma_registers(problem, tile)
@@ -90,7 +99,11 @@ def mma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     p = problem
     rows, output, scores = _mma_registers(p, tile)
     queries = rows * mma_bucket(p.head_dim) // 64
-    held = output * 5 // 4 + scores + (queries if queries <= 32 else 0) + (0 if _is_plain(p) else 32)
+    held = output * 5 // 4 + scores
+    if _has_arrays(p) and scores <= 32 and p.alibi_slopes is None and p.softcap == 0 and not _has_wide_bias(p):
+        held += 8
+    else:
+        held += (queries if queries <= 32 else 0) + (0 if _is_plain(p) else 32)
     registers = 128 if held <= 64 else 168 if held <= 120 else 255
     by_memory = blocks_in_shared_memory(device, mma_shared_memory(problem, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))

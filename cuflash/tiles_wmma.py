@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .arrays import ITEMSIZE
 from .problem import Problem, common_alignment
-from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
+from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
 def wmma_bucket(head_dim: int) -> int:
@@ -20,7 +20,7 @@ def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
     factors = tile.block_m * 4
-    return round_up(q_and_k + v + scores + factors + TILE_MAP_BYTES + 4 * 8 + 24, 32)
+    return round_up(q_and_k + v + scores + factors + TILE_MAP_BYTES + TILE_KEYS_BYTES + 24, 32)
 
 
 def wmma_limits(problem: Problem, device: Device) -> str | None:

@@ -511,7 +511,7 @@ def test_ldmatrix(back_end: str, transposed: bool, tmp_path: Path) -> None:
         for (int i = lane; i < 256; i += 32) shared[i / 8 * 24 + i % 8] = in[i];  // rows 48 bytes apart
         __syncwarp();
         unsigned int matrices[4];
-        ldmatrix_x4{"_transposed" if transposed else ""}(matrices, kept_shared_address(shared + lane * 24));
+        ldmatrix_x4{"_transposed" if transposed else ""}(matrices, shared_address(shared + lane * 24));
         for (int i = 0; i < 4; ++i) {{
             out[i * 64 + lane * 2] = matrices[i] & 0xffff;
             out[i * 64 + lane * 2 + 1] = matrices[i] >> 16;

@@ -140,6 +140,7 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     narrower = narrow._replace(name="narrower", max_head_dim=32)
     monkeypatch.setattr(cuflash.plan, "KERNELS", (narrower, narrow, last))
     monkeypatch.setattr(cuflash.plan, "_choices", {})
+    monkeypatch.setattr(cuflash.plan, "_specs", {})
     x = StandIn((4, 5, 64), np.float32)
     explanation = explain(attention, x, x, x, device=90)
     assert explanation.kernel == last.name

@@ -17,6 +17,7 @@ import pytest
 from cases import CASES_BY_NAME
 from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
 from test_cpu_cuda import MALFORMED, malformed
+from test_forward_mma import alibi, alibi_scales, softcap, softcap_of_low_scores, steps_of_heads, turns
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder
@@ -120,6 +121,16 @@ def _splits(emulator: Emulator) -> None:
         check(case, data, outcome, rounds_weights=emulator.spec.rounds_weights)
 
 
+def _split_window(emulator: Emulator) -> None:
+    """A split that begins inside of a tile of keys and ends with keys that all rows see."""
+    emulator.num_splits = 3
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((20, 32)).astype(np.float16), rng.standard_normal((1000, 32)).astype(np.float16)
+    options: dict[str, Any] = {"window": (400, 0), "query_offset": 980}
+    out, exact = emulator.attention(q, k, k, **options), reference.attention(q, k, k, **options)[0]
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
+
+
 def _splits_without_lse(emulator: Emulator) -> None:
     emulator.num_splits = 2
     x = np.ones((2, 200, 32), np.float16)
@@ -161,6 +172,35 @@ def _extreme_softcaps(emulator: Emulator) -> None:
     np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
     out, exact = emulator.attention(x, x, x, softcap=1e7), reference.attention(x, x, x)[0]
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=5e-3)
+    for cap, scale in ((1e-6, 1e6), (300, 0.2)):
+        q, options = np.zeros_like(x) if scale > 1 else x, {"softcap": cap, "scale": scale}
+        out, exact = emulator.attention(q, x, x, **options), reference.attention(q, x, x, **options)[0]
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=5e-3)
+
+
+def _hidden_for_long(emulator: Emulator) -> None:
+    """A row that sees none of more keys than one sum takes."""
+    q, k = np.ones((2, 16), np.float16), np.ones((4200, 16), np.float16)
+    out = emulator.attention(q, k, k, mask=np.array([[False], [True]]))
+    assert (out[0] == 0).all() and (out[1] == 1).all()
+
+
+def _packed_heads(emulator: Emulator) -> None:
+    """Several tiles of rows that stand for more heads than one, whole tiles of keys."""
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((8, 6, 16)).astype(np.float16), rng.standard_normal((1, 128, 16)).astype(np.float16)
+    out, exact = emulator.attention(q, k, k, causal=True), reference.attention(q, k, k, causal=True)[0]
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
+
+
+def _staggered_copies(emulator: Emulator) -> None:
+    """Halves of a block that copy K and V: neither as wide nor as far from row to row."""
+    for width, width_v in ((248, 256), (256, 248), (256, 256)):
+        q, k, memory = np.ones((70, width), np.float16), np.ones((130, width), np.float16), np.full((130, 512), np.nan)
+        memory[:, :width_v] = 1
+        v = memory.astype(np.float16)[:, :width_v]
+        if "128x64x2" in map(str, emulator.spec.tiles(describe_attention(q, k, v)[0], emulator.device)):
+            assert (_pinned(emulator, "128x64x2").attention(q, k, v) == 1).all()
 
 
 SPECIAL: dict[str, Callable[[Emulator], None]] = {
@@ -173,7 +213,17 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "many_threads": _many_threads,
     "huge_logits": _huge_logits,
     "extreme_softcaps": _extreme_softcaps,
+    "hidden_for_long": _hidden_for_long,
+    "packed_heads": _packed_heads,
+    "staggered_copies": _staggered_copies,
+    "turns": turns,
+    "steps_of_heads": steps_of_heads,
+    "alibi": alibi,
+    "alibi_scales": alibi_scales,
+    "softcap": softcap,
+    "softcap_of_low_scores": softcap_of_low_scores,
     "splits": _splits,
+    "split_window": _split_window,
     "splits_without_lse": _splits_without_lse,
     "merge-odd": partial(_merge, 17),
     "merge-narrow": partial(_merge, 132),
@@ -189,7 +239,13 @@ SCALAR_WMMA, WMMA_MMA = f"{SCALAR} {WMMA}", f"{WMMA} {MMA}"
 LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
     f"common/{name}.cuh" for name in ("key_loader", "logit_unit", "mma_softmax", "mma_products")
 )
-KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys((LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS), MMA)}
+MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, DENSE = (
+    f"common/{name}.cuh" for name in ("mma_warp", "mma_rows", "mma_logits", "mma_total", "key_walk", "dense")
+)
+_OF_MMA = (
+    LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK
+)  # fmt: skip
+KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys(_OF_MMA, MMA)}
 """Headers of one kernel alone."""
 
 CHECKS = [
@@ -219,7 +275,10 @@ CHECKS = [
         "position + params.window_right + 1", "lengths-63x65 float16",
     ),
     Mutant(MASK, "min(position + params.window_right + 1, tile.key_end)", "tile.key_end", "causal-63x65 float16"),
-    Mutant(MASK, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "hidden_rows"),
+    Mutant(MASK, "min(first_query + kBlockM, tile.num_rows)", "first_query + kBlockM", "hidden_rows"),
+    Mutant(MASK, "params.window_left >= kOpenWindow && ", "", "window-3-None float16"),
+    Mutant(MASK, " && params.window_right >= kOpenWindow", "", "causal-63x65 float16"),
+    Mutant(MASK, "if (params.packed_heads != 1)", "if (false)", "packed_heads"),
     Mutant(MASK, "begin <= column && ", "", "window-3-None float16"),
     Mutant(MASK, " && column < end", "", "causal-63x65 float16"),
     # The tensor-core kernel's own: its loader of rows, its walk, its two lanes per row.
@@ -227,7 +286,6 @@ CHECKS = [
     Mutant(WMMA, "min(keys.any.end - n_begin, kStride)", "kStride", "lengths-63x65 float16"),
     Mutant(WMMA, "min(keys.any.end - n_begin, kStride)", "min(tile.seqlen_k - n_begin, kStride)", "hidden_rows"),
     Mutant(WMMA, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
-    Mutant(WMMA, " && tile.num_rows != 0", "", "packed-plain-True float16"),
     Mutant(WMMA, "if (keys.any.begin < keys.any.end) {", "{", "no_visible_key"),
     Mutant(WMMA, "if (n_begin + kBlockN < keys.any.end) load_k", "load_k", "lengths-63x65 float16"),
     Mutant(WMMA, "n_begin < keys.all.begin || ", "", "window-3-None float16"),
@@ -252,47 +310,87 @@ CHECKS = [
     # The kernel whose scores stay in registers: its rows, its walk, which tiles warps pass by, its two stages.
     Mutant(MMA, "if (row.valid) address = tile.q", "address = tile.q", "lengths-63x65 float16"),
     Mutant(MMA, "if (warp.lane < kOwnRows) {", "{", "causal-200x131 float16 64x64"),
-    Mutant(MMA, "source != nullptr && column", "column", "lengths-63x65 float16"),
-    Mutant(MMA, " && column < params.head_dim", "", "head_dim-40-40 float16"),
+    Mutant(MMA, "32 / kLanes > kOwnRows && own_row >= kOwnRows", "false", "head_dim-16-512 float16 16x32"),
+    Mutant(MMA, "if (own_column + column < kHeadDim)", "", "head_dim-40-40 float16"),
+    Mutant(MMA, "source != nullptr && own_column", "own_column", "lengths-63x65 float16"),
+    Mutant(MMA, " && own_column + column < params.head_dim", "", "head_dim-40-40 float16"),
+    Mutant(MMA, "source != nullptr && column", "column", "layout-gaps float16"),
     Mutant(MMA, " && column < params.head_dim", "", "head_dim-17-17 float16"),
-    Mutant(MMA, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16"),
+    Mutant(MMA, "if (lane / 8 == r) row_max", "row_max", "lengths-63x65 float16"),
+    Mutant(MMA, "if (kLanes == kVectors || lane % kLanes < kVectors)", "", "head_dim-160-160 float16"),
     Mutant(MMA, "lane < kRowsPerWarp && row.valid", "row.valid", "causal-200x131 float16 64x64"),
     Mutant(MMA, "lane < kRowsPerWarp && row.valid", "lane < kRowsPerWarp", "lengths-63x65 float16"),
     Mutant(MMA, "if (warp.share == 0) store_lse", "store_lse", "wide-causal float16"),
     Mutant(MMA, "else if (row_address) store_output", "else store_output", "out_dtype-float32 float16"),
-    Mutant(MMA, "if (threadIdx.x < 32) {", "{", "tall_tiles"),
-    Mutant(MMA, " && tile.num_rows != 0", "", "packed-plain-True float16"),
+    Mutant(MMA, "threadIdx.x < 32 && map_block", "map_block", "tall_tiles"),
     Mutant(MMA, "if (threadIdx.x == kThreads - 32) shared.unit", "shared.unit", "lengths-63x65 float16"),
     Mutant(MMA, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
-    Mutant(MMA, "if (walk.num_tiles > 0) {", "{", "no_visible_key"),
-    Mutant(MMA, "if (first != 0) add_total", "if (false) add_total", "keys-9000 float16"),
-    Mutant(MMA, "if (first + kTilesPerSum < walk.num_tiles) restart", "restart", "keys-8192 float16"),
+    Mutant(MMA, "if (i > kTilesPerSum) add_total", "if (false) add_total", "keys-9000 float16"),
+    Mutant(MMA, "if (i < walk.num_tiles) restart", "restart", "keys-8192 float16"),
     Mutant(MMA, "i + 1 < walk.num_tiles ? kBlockN : 0", "kBlockN", "lengths-63x65 float16"),
     Mutant(MMA, "i == 0 ? walk.last_keys : kBlockN", "kBlockN", "causal-200x131 float16 64x64"),
-    Mutant(MMA, "if (kStages > 1 || i > 0) load_v", "load_v", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "kStages > 1 ? i + 1 : i", "i + 1", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "kStages > 1 ? i + 1 : i", "i", "bias-float32 float16 64x64x2"),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 0),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 1),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 2),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (true)", "causal-200x131 float16 128x64x2", 2),
+    Mutant(MMA, "if constexpr (kStages > 1 && !kStaggered)", "if constexpr (kStages > 1)",
+           "wide-causal float16 128x64x2"),
+    Mutant(MMA, "if constexpr (!kStaggered) next_v", "next_v", "wide-causal float16 128x64x2"),
+    Mutant(MMA, "lags ? params.head_dim_v : params.head_dim", "params.head_dim", "staggered_copies"),
+    Mutant(MMA, "lags ? params.head_dim_v : params.head_dim", "params.head_dim_v", "staggered_copies"),
+    Mutant(MMA, "lags ? params.v_strides : params.k_strides", "params.k_strides", "staggered_copies"),
     Mutant(MMA, "i < walk.inner_begin || ", "", "lengths-63x65 float16"),
     Mutant(MMA, " || i >= walk.inner_end", "", "window-3-None float16"),
     Mutant(MMA, "if (pending)", "", "wide-causal float16 128x64x2", 0),
     Mutant(MMA, "if (pending)", "if (false)", "wide-causal float16 128x64x2", 1),
     Mutant(MMA, "pending = false; continue;", "continue;", "wide-window-160 float16 128x64x2"),
-    Mutant(MMA, "++part) load_part(part);", "++part) {}", "window-5-7 float16 128x64x2"),
+    Mutant(MMA, "++part) copy_part(part);", "++part) {}", "window-5-7 float16 128x64x2"),
     Mutant(MMA, "pending = lags;", "pending = false;", "wide-causal float16 128x64x2"),
     Mutant(MMA, "if (!lags) multiply_pv", "multiply_pv", "wide-causal float16 128x64x2"),
-    Mutant(LOADER, "row >= kBlockN || column", "column", "many_threads", kernel=MMA),
-    Mutant(LOADER, " || column >= kWidth", "", "head_dim-40-40 float16", kernel=MMA),
-    Mutant(LOADER, "column < num_features ? key_of(row) : kBlockN", "key_of(row)", "head_dim-40-40 float16",
-           kernel=MMA),
-    Mutant(LOADER, "(kAllWork || key != kIdle)", "true", "head_dim-40-40 float16", kernel=MMA),
-    Mutant(LOADER, "key < num_keys - (kWhole ? 0 : shift)", "true", "lengths-63x65 float16", kernel=MMA),
-    Mutant(LOADER, "(kWhole ? 0 : shift)", "0", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "row < kBlockN && column < kWidth", "column < kWidth", "many_threads", kernel=MMA),
+    Mutant(LOADER, "row < kBlockN && column < kWidth", "row < kBlockN", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, "column < num_features && key", "key", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, " && key < num_keys", "", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "key_of(row) + shift;", "shift;", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "key_of(row) + shift;", "key_of(row);", "lengths-63x65 float16", kernel=MMA),
     Mutant(LOADER, "shift < num_keys && ", "", "head_dim-17-17 float16", kernel=MMA),
-    Mutant(LOADER, " && column < num_features;", ";", "head_dim-17-17 float16", kernel=MMA),
-    Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) maxima", "maxima", "wide-causal float16", kernel=MMA),
+    Mutant(LOADER, " && feature < num_features", "", "head_dim-17-17 float16", kernel=MMA),
+    # Its tiles of keys, none of which there may be.
+    Mutant(KEY_WALK, "max(keys.any.end - walk.begin, 0LL)", "keys.any.end - walk.begin",
+           "no_visible_key; huge_offsets", kernel=MMA),
+    Mutant(KEY_WALK, "max(walk.num_tiles - 1, 0)", "(walk.num_tiles - 1)", "no_visible_key", kernel=MMA),
+    # Its logits: what products are added to, and the polynomial of small scores.
+    Mutant(MMA_LOGITS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
+           kernel=MMA),
+    Mutant(MMA_LOGITS, "kBiasDtype == 0 && !kHasMask", "true", "bias-mask-odd float16", kernel=MMA),
+    Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 0, kernel=MMA),
+    Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 1, kernel=MMA),
+    Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "false", "alibi", 1, kernel=MMA),
+    Mutant(MMA_LOGITS, "beside &= ", "beside = ", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "distances[r] >= kWarpKeys - 1 || ", "distances[r] >= kWarpKeys / 2 || ", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "|| distances[r] <= 0", "|| distances[r] <= 1", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "__all_sync(0xffffffffu, beside)", "true", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "distances[r] > 0 ? slopes[r] : -slopes[r]", "slopes[r]", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "small &= ", "small = ", "softcap", kernel=MMA),
+    Mutant(MMA_LOGITS, "logits.is_polynomial = __all_sync(0xffffffffu, small)", "logits.is_polynomial = true",
+           "softcap", kernel=MMA),
+    Mutant(MMA_LOGITS, "else if (unit.scaled)", "else if (false)", "scale-negative float16", kernel=MMA),
+    Mutant(MMA_ROWS, "kOnlySoftcap ? -1e18f : -infinity()", "-infinity()", "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "score == hidden_score() ? -infinity() : score", "score", "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_TOTAL, "finite_maximum(maxima.of[r])", "maxima.of[r]", "hidden_for_long", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) shared[", "shared[", "wide-causal float16 64x64", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) shared_maxima", "shared_maxima", "wide-causal float16", kernel=MMA),
     Mutant(MMA_SOFTMAX, "if (warp.any(outgrown))", "if (outgrown)", "wide-causal float16", kernel=MMA),
-    Mutant(MMA_SOFTMAX, "finite_maximum(largest[r])", "largest[r]", "causal-200x131 float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "finite_maximum(largest.of[r])", "largest.of[r]", "causal-200x131 float16", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "finite_maximum(maxima.of[r])", "maxima.of[r]", "causal-200x131 float16", kernel=MMA),
     Mutant(MMA_SOFTMAX, "if (largest_offset > kLargeReference)", "if (false)", "huge_logits", kernel=MMA),
     Mutant(LOGIT_UNIT, "params.softcap >= 1e-20 && ", "", "extreme_softcaps", kernel=MMA),
     Mutant(LOGIT_UNIT, " && params.softcap <= 256", "", "extreme_softcaps", kernel=MMA),
+    Mutant(LOGIT_UNIT, "unit.capped && ratio", "ratio", "extreme_softcaps", kernel=MMA),
+    Mutant(LOGIT_UNIT, " && ratio <= 1e6", "", "extreme_softcaps", kernel=MMA),
+    Mutant(LOGIT_UNIT, "min(0.35, 8.6 / params.softcap)", "0.35", "softcap_of_low_scores", kernel=MMA),
     Mutant(LOGIT_UNIT, "multiplier >= Accumulator(1e-30) && ", "", "scale-negative float16", kernel=MMA),
     Mutant(EPILOGUE, "row && column < params.head_dim_v", "column < params.head_dim_v", "lengths-63x65 float16",
            kernel=MMA),
@@ -317,19 +415,17 @@ CHECKS = [
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
     Mutant(EPILOGUE, "if (tile.lse)", "", "no_lse"),
     Mutant(EPILOGUE, "if (tile.sinks)", "if (true)", "lengths-63x65 float16"),
-    Mutant(STORE, "if (column + kCount <= num_features)", "if (true)",
+    Mutant(STORE, "if (column + (kWhole ? 0 : kCount - 1) < num_features)", "if (true)",
            "head_dim-40-40 float16; out_dtype-into float16"),
     Mutant(STORE, "if (column + e < num_features)", "if (true)", "head_dim-17-17 float16; out_dtype-odd float16"),
     # Splits of the keys: each in its range, and only the first with the sink.
-    Mutant(
-        MASK, "max(position - params.window_left, tile.key_begin)",
-        "max(position - params.window_left, 0LL)", "splits",
-    ),
     Mutant(MASK, "min(position + params.window_right + 1, tile.key_end)",
            "min(position + params.window_right + 1, tile.seqlen_k)", "splits"),
     Mutant(MASK, "min(tile.key_end, tile.key_begin + num_keys)", "tile.key_begin + num_keys", "splits"),
     Mutant(MASK, "if (split != 0) tile.sinks = nullptr;", "", "splits"),
-    Mutant(MASK, "mapped && params.num_splits", "params.num_splits", "splits"),
+    Mutant(MASK, "keys.any = {max(keys.any.begin, tile.key_begin), min(keys.any.end, tile.key_end)}; "
+           "keys.all = {max(keys.all.begin, tile.key_begin), min(keys.all.end, tile.key_end)};", "", "splits"),
+    Mutant(MASK, "min(keys.all.end, tile.key_end)", "keys.all.end", "split_window", kernel=MMA),
     Mutant(MASK, "tile.out += split * params.out_split_stride;", "", "splits"),
     Mutant(MASK, "tile.lse += split * params.lse_split_stride;", "", "splits"),
     # The kernel that joins them: rows, parts and features that are not there, parts that have seen no key.
@@ -348,8 +444,10 @@ CHECKS = [
     Mutant(MERGE, "subtract(finite_maximum(total.largest))", "subtract(total.largest)", "merge-odd", kernel=COMBINE),
     # Which sequence and which batch: boundaries may hold anything.
     Mutant(SCALAR, "if (threadIdx.x < 32) map_block", "map_block", "packed-plain-True float16"),
-    Mutant(SEQUENCE, "else if (threadIdx.x == 0) {", "else {", "lengths-63x65 float16"),
-    Mutant(SEQUENCE, "if (threadIdx.x == 0) tile.num_rows = 0;", "tile.num_rows = 0;", "packed-plain-True float16"),
+    Mutant(MASK, "if (threadIdx.x != 0) return false;", "", "lengths-63x65 float16"),
+    Mutant(MASK, "if (threadIdx.x == 0) tile.num_rows = 0;", "tile.num_rows = 0;", "packed-plain-True float16"),
+    Mutant(MASK, "if (!map_packed_tile(params, tile_idx, mapped)) return false;",
+           "map_packed_tile(params, tile_idx, mapped);", "packed-plain-True float16"),
     Mutant(SEQUENCE, "segment.index >= 0 && ", "", "malformed-late_and_falling"),
     Mutant(SEQUENCE, " && segment.index < params.num_sequences", "", "packed-tail-True float16"),
     Mutant(
@@ -360,8 +458,15 @@ CHECKS = [
     Mutant(
         SEQUENCE, "is_sequence ? params.sinks", "true ? params.sinks", "packed-tail-sinks",
     ),
-    Mutant(SEQUENCE, "-(1LL << 60)), 1LL << 60)", "-(1LL << 60)), 0x7fffffffffffffffLL)", "huge_offsets"),
-    Mutant(SEQUENCE, "-(1LL << 60))", "-0x7fffffffffffffffLL - 1)", "huge_offsets"),
+    # Which batch and head of a dense call.
+    Mutant(DENSE, "min(params.planes_at_once, num_planes - first_plane)", "params.planes_at_once", "turns", kernel=MMA),
+    Mutant(DENSE, "min(params.planes_at_once, num_planes - first_plane)", "(num_planes - first_plane)", "turns",
+           kernel=MMA),
+    Mutant(DENSE, "tile_idx < tiles_at_once ? 0", "true ? 0", "turns", kernel=MMA),
+    Mutant(DENSE, "params.num_batches == 1 || params.heads_continue", "true", "steps_of_heads"),
+    Mutant(DENSE, "params.num_batches == 1 || params.heads_continue", "true", "layout-swapped float16"),
+    Mutant(DENSE, "-(1LL << 60)), 1LL << 60)", "-(1LL << 60)), 0x7fffffffffffffffLL)", "huge_offsets"),
+    Mutant(DENSE, "-(1LL << 60))", "-0x7fffffffffffffffLL - 1)", "huge_offsets"),
     Mutant(SEGMENT, "value >> 63 ? 0x7fffffffffffffffLL : ", "", "huge_offsets"),
     Mutant(SEGMENT, "if (i > params.num_sequences) return params.seqlen_q;", "", "packed-plain-True float16"),
     Mutant(SEGMENT, "min(value, params.seqlen_q)", "value", "malformed-outside"),
@@ -372,20 +477,22 @@ CHECKS = [
     Mutant(SEGMENT, "if (lane >= distance) running", "running", "packed-many-True float16"),
 ]  # fmt: skip
 
-_BARRIER = re.compile(r"(?:__sync\w+\(\)|\bwarp\.wait\(\)|\b\w+_wait\w*\((?:[^()]|\([^()]*\))*\));")
+_BARRIER = re.compile(r"(?:__sync\w+\(\)|\b\w+\.wait\(\)|\b\w+_wait\w*\((?:[^()]|\([^()]*\))*\));")
 
 FENCES = (
-    (MMA, "__syncwarp();  // one row after the other"),
-    (MMA, "__syncwarp(); RowContext row = row_context"),
-    (MMA, "if (!kVectors) __syncwarp();"),
+    (MMA_ROWS, "__syncwarp();  // one row after the other"),
+    (MMA_LOGITS, "__syncwarp(); const RowContext row = row_context"),
+    (MMA_LOGITS, "if (!kVectors) __syncwarp();"),
     (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),
 )
 """Barriers that only keep the compiler from moving instructions: no thread waits for what another one does."""
 REDUNDANT = (
     (MMA, "warp.wait();  // for the rows of Q as well"),
     (MMA, "__syncwarp(); const int first_column"),
+    (MMA_SOFTMAX, "= values; __syncwarp();"),
 )
-"""Barriers that order once more what is ordered already, by the last exchange of weights and by shuffles."""
+"""Barriers that order once more what is ordered already: by the last exchange of weights, by shuffles, and for the
+maxima of rows by what comes before they are read, the product by V and the barriers of the next tile."""
 
 _EVERYWHERE = (
     "head_dim-160-160 float16; head_dim-160-160 float32; packed-many-True float16; keys-9000 float16; "
@@ -443,7 +550,8 @@ def test_barriers_are_found() -> None:
     for file, text in FENCES + REDUNDANT:
         assert re.search(_pattern(text), (source_folder() / file).read_text()), f"{file} has no {text!r}"
     texts = [(mutant.file, mutant.text) for mutant in _barriers()]
-    assert texts.count((MMA, "warp.wait();")) == 3 and (MMA, "barrier_wait(15, kThreads / 2);") in texts
+    assert {(MMA, "first_warp.wait();"), (MMA, "warp.wait();"), (MMA, "same.wait();")} <= set(texts)
+    assert (MMA_SOFTMAX, "warp.wait();") in texts and (MMA, "barrier_wait(15, kThreads / 2);") in texts
     assert texts.count(("forward_scalar.cu", "__syncthreads();")) == 2
     assert ("forward_scalar.cu", "cp_async_wait();") in texts
     for spec in KERNELS:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ import cuflash.plan
 from cuflash.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.kernels import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
 from cuflash.knobs import AUTOMATIC, Settings
-from cuflash.params import BATCH_AXES
+from cuflash.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
 from cuflash.plan import Plan, make_plan, refusals
 from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
 from cuflash.tiles import SHARED_MEMORY_KB
@@ -122,102 +123,102 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
-bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
-float32 D=64, forward_scalar, 64x64/128, grid 4096, 69760 B, batch 0:4, D 64/64, align 16, x3
-float64 D=64, forward_scalar, 128x64/256, grid 2048, 202880 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2, longest first
-bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2, longest first
-float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x2, longest first
-float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168064 B, batch 0:4, D 128/128, align 16, x1, longest first
-float16 D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1
-float32 D=256, forward_scalar, 64x64/256, grid 4096, 118912 B, batch 0:4, D 256/256, align 16, x1
-float64 D=256, forward_scalar, 32x64/256, grid 8192, 150656 B, batch 0:4, D 256/256, align 16, x1
-float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209088 B, batch 0:4, D 512/512, align 16, x1
-bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209088 B, batch 0:4, D 512/512, align 16, x1
-float32 D=512, forward_scalar, 64x64/256, grid 4096, 184448 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512, forward_scalar, 32x32/256, grid 8192, 174208 B, batch 0:4, D 512/512, align 16, x1
-float32 D=1, forward_scalar, 64x64/128, grid 4096, 32896 B, batch 0:4, D 16/16, align 4, x3
-float32 D=16, forward_scalar, 64x64/128, grid 4096, 32896 B, batch 0:4, D 16/16, align 16, x3
-float32 D=17, forward_scalar, 64x64/128, grid 4096, 45184 B, batch 0:4, D 32/32, align 4, x3
-float32 D=33, forward_scalar, 64x64/128, grid 4096, 69760 B, batch 0:4, D 64/64, align 4, x3
-float32 D=65, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 4, x2
-float32 D=80, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 16, x2
-float32 D=96, forward_scalar, 64x64/128, grid 4096, 61568 B, batch 0:4, D 96/96, align 16, x2
-float32 D=192, forward_scalar, 64x64/256, grid 4096, 102528 B, batch 0:4, D 192/192, align 16, x1
-float32 D=257, forward_scalar, 64x64/256, grid 4096, 135296 B, batch 0:4, D 320/320, align 4, x1
-float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39040 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60544 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86144 B, batch 0:4, D 128/128, align 16, x1
-float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34048 B, batch 0:4, D 512/512, align 16, x2
-float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25040 B, batch 0:4, D 16/16, align 2, x3
-float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25040 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37328 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74192 B, batch 0:4, D 80/80, align 16, x2
-float16 D=96, forward_mma, 128x64x2/128, grid 2048, 86480 B, batch 0:4, D 96/96, align 16, x2
-float16 D=112, forward_mma, 128x64x2/128, grid 2048, 111056 B, batch 0:4, D 128/128, align 16, x2
-float16 D=160, forward_mma, 128x64x2/256, grid 2048, 154816 B, batch 0:4, D 160/160, align 16, x1
-float16 D=192, forward_mma, 128x64x2/256, grid 2048, 179392 B, batch 0:4, D 192/192, align 16, x1
+float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
+bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
+float32 D=64, forward_scalar, 64x64/128, grid 4096, 69792 B, batch 0:4, D 64/64, align 16, x3
+float64 D=64, forward_scalar, 128x64/256, grid 2048, 202912 B, batch 0:4, D 64/64, align 16, x1
+float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
+bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
+float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x2, 64 at once
+float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168096 B, batch 0:4, D 128/128, align 16, x1, 64 at once
+float16 D=256, forward_mma, 128x64x2/256, grid 2048, 228688 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 228688 B, batch 0:4, D 256/256, align 16, x1
+float32 D=256, forward_scalar, 64x64/256, grid 4096, 118944 B, batch 0:4, D 256/256, align 16, x1
+float64 D=256, forward_scalar, 32x64/256, grid 8192, 150688 B, batch 0:4, D 256/256, align 16, x1
+float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209168 B, batch 0:4, D 512/512, align 16, x1
+bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209168 B, batch 0:4, D 512/512, align 16, x1
+float32 D=512, forward_scalar, 64x64/256, grid 4096, 184480 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512, forward_scalar, 32x32/256, grid 8192, 174240 B, batch 0:4, D 512/512, align 16, x1
+float32 D=1, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 4, x3
+float32 D=16, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 16, x3
+float32 D=17, forward_scalar, 64x64/128, grid 4096, 45216 B, batch 0:4, D 32/32, align 4, x3
+float32 D=33, forward_scalar, 64x64/128, grid 4096, 69792 B, batch 0:4, D 64/64, align 4, x3
+float32 D=65, forward_scalar, 64x64/128, grid 4096, 61600 B, batch 0:4, D 96/96, align 4, x2
+float32 D=80, forward_scalar, 64x64/128, grid 4096, 61600 B, batch 0:4, D 96/96, align 16, x2
+float32 D=96, forward_scalar, 64x64/128, grid 4096, 61600 B, batch 0:4, D 96/96, align 16, x2
+float32 D=192, forward_scalar, 64x64/256, grid 4096, 102560 B, batch 0:4, D 192/192, align 16, x1
+float32 D=257, forward_scalar, 64x64/256, grid 4096, 135328 B, batch 0:4, D 320/320, align 4, x1
+float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39072 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
+float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25184 B, batch 0:4, D 16/16, align 2, x3
+float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25184 B, batch 0:4, D 16/16, align 16, x3
+float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37472 B, batch 0:4, D 32/32, align 16, x3
+float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74336 B, batch 0:4, D 80/80, align 16, x2
+float16 D=96, forward_mma, 128x64x2/128, grid 2048, 86624 B, batch 0:4, D 96/96, align 16, x2
+float16 D=112, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2
+float16 D=160, forward_mma, 128x64x2/256, grid 2048, 154960 B, batch 0:4, D 160/160, align 16, x1
+float16 D=192, forward_mma, 128x64x2/256, grid 2048, 179536 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 64x64/128, grid 4096, 46528 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 75, forward_wmma, 64x32/128, grid 4096, 29120 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 86, forward_mma, 128x32x2/128, grid 2048, 43408 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 120, forward_mma, 128x32x2/128, grid 2048, 43408 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 86, forward_mma, 128x32x2/128, grid 2048, 43552 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 120, forward_mma, 128x32x2/128, grid 2048, 43552 B, batch 0:4, D 64/64, align 16, x2
 float16 D=128 on 70, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x2
 float16 D=128 on 75, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x1
-float16 D=128 on 80, forward_mma, 128x32x2/128, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x2
-float16 D=128 on 86, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1
-float16 D=128 on 120, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 80, forward_mma, 128x32x2/128, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x2
+float16 D=128 on 86, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 120, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1
 float16 D=256 on 70, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 75, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 152768 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 86, forward_mma, 64x32/128, grid 4096, 76480 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 120, forward_mma, 64x32/128, grid 4096, 76480 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 152912 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 86, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 120, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
 tf32 D=64, forward_wmma, 128x32/128, grid 2048, 73920 B, batch 0:4, D 64/64, align 16, x2
 tf32 D=128, forward_wmma, 64x32/128, grid 4096, 78784 B, batch 0:4, D 128/128, align 16, x2
 tf32 D=256, forward_wmma, 64x16/128, grid 4096, 106688 B, batch 0:4, D 256/256, align 16, x2
-float16 D=512 on 75, forward_scalar, 16x32/64, grid 16384, 52864 B, batch 0:4, D 512/512, align 16, x1
-float16 D=512 on 80, forward_mma, 16x32/64, grid 16384, 85696 B, batch 0:4, D 512/512, align 16, x1
-float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85696 B, batch 0:4, D 512/512, align 16, x1
-tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60544 B, batch 0:4, D 128/128, align 16, x1
-bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52352 B, batch 0:4, D 64/64, align 16, x1
-float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30848 B, batch 0:4, D 64/64, align 16, x1
-D=192 Dv=128, forward_mma, 128x32x2/128, grid 512, 100752 B, batch 0:4, D 192/128, align 16, x2
-D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 67984 B, batch 0:4, D 64/128, align 16, x2
-D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160208 B, batch 0:4, D 256/64, align 16, x1
-GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75216 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
-GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA, 7 rows, forward_mma, 64x64x2/128, grid 224, splits 7, 90576 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
-MHA, one query, forward_mma, 16x64x2/32, grid 768, splits 3, 75216 B, batch 0:8, D 128/128, align 16, x3
-digits, forward_scalar, 16x64/128, grid 152, splits 4, 43648 B, D 64/16, align 4, x3
-no queries, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:2, D 64/64, align 16, x5
-no keys, forward_mma, 16x64x2/32, grid 8, 40400 B, batch 0:2, D 64/64, align 16, x5
-no batch, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:0, D 64/64, align 16, x5
-no heads, forward_mma, 16x64x2/32, grid 0, 40400 B, batch 0:2, D 64/64, align 16, x5
-(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 61904 B, batch 0:4, D 64/64, align 16, x2
-three batch axes, forward_mma, 64x64x2/128, grid 240, 49616 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
-batch of q broadcast, forward_mma, 16x64x2/32, grid 252, 40400 B, batch 0:9, D 64/64, align 16, x5
-six batch axes, forward_scalar, 16x64/128, grid 36, 43648 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
-unaligned rows, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 1, x5
-unaligned address, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 2, x5
-D=68 of float16, forward_mma, 16x64x2/32, grid 56, 49104 B, batch 0:2, D 80/80, align 2, x4
-every second feature, forward_mma, 16x64x2/32, grid 56, 40400 B, batch 0:2, D 64/64, align 2, x5
-softcap window, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2, longest first, softcap
-bias mask, forward_mma, 32x64x2/64, grid 256, 43472 B, batch 0:4, D 64/64, align 16, x5, mask bias=float32
-bias D=256, forward_mma, 128x64x2/256, grid 2048, 228544 B, batch 0:4, D 256/256, align 16, x1, bias=float16
-mask on 120, forward_mma, 128x32x2/256, grid 2048, 76176 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2
-out_dtype, forward_mma, 128x64x2/128, grid 2048, 61904 B, batch 0:4, D 64/64, align 16, x2, out=float32
-varlen, forward_mma, 128x64x2/128, grid 1184, 61904 B, D 64/64, align 16, x2, varlen
-varlen, GQA, short, forward_mma, 32x64x2/64, grid 1616, 43472 B, heads 4 of 4, D 64/64, align 16, x5, varlen
-varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43648 B, D 64/64, align 16, x3, varlen
-varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43648 B, D 64/64, align 16, x3, varlen
+float16 D=512 on 75, forward_scalar, 16x32/64, grid 16384, 52896 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512 on 80, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 512/512, align 16, x1
+tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52384 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
+D=192 Dv=128, forward_mma, 128x32x2/128, grid 512, 101280 B, batch 0:4, D 192/128, align 16, x2
+D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 68512 B, batch 0:4, D 64/128, align 16, x2
+D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160288 B, batch 0:4, D 256/64, align 16, x1
+GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
+GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
+MQA, 7 rows, forward_mma, 64x64x2/128, grid 224, splits 7, 90656 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_mma, 16x64x2/32, grid 768, splits 3, 75296 B, batch 0:8, D 128/128, align 16, x3
+digits, forward_scalar, 16x64/128, grid 152, splits 4, 43680 B, D 64/16, align 4, x3
+no queries, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
+no keys, forward_mma, 16x64x2/32, grid 8, 40480 B, batch 0:2, D 64/64, align 16, x5
+no batch, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:0, D 64/64, align 16, x5
+no heads, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
+(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 62048 B, batch 0:4, D 64/64, align 16, x2
+three batch axes, forward_mma, 64x64x2/128, grid 240, 49696 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
+batch of q broadcast, forward_mma, 64x64x2/128, grid 72, 49696 B, batch 0:9, D 64/64, align 16, x3
+six batch axes, forward_scalar, 16x32/64, grid 36, 24224 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x6
+unaligned rows, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 1, x3
+unaligned address, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 2, x3
+D=68 of float16, forward_mma, 64x64x2/128, grid 16, 59936 B, batch 0:2, D 80/80, align 2, x3
+every second feature, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 2, x3
+softcap window, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
+bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
+bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
+mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
+sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
+out_dtype, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, out=float32
+varlen, forward_mma, 128x64x2/128, grid 1184, 62048 B, D 64/64, align 16, x2, varlen
+varlen, GQA, short, forward_mma, 32x64x2/64, grid 1616, 43552 B, heads 4 of 4, D 64/64, align 16, x5, varlen
+varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, varlen
+varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43680 B, D 64/64, align 16, x3, varlen
 """
 
 
@@ -246,7 +247,7 @@ def row(name: str, problem: Problem, capability: int) -> str:
         f"D {macros['HEAD_DIM']}/{macros['HEAD_DIM_V']}",
         f"align {macros['ALIGNMENT']}",
         f"x{macros['MIN_BLOCKS']}",
-        "longest first" if plan.longest_first else "",
+        f"{plan.planes_at_once} at once" if plan.planes_at_once else "",
         " ".join(chosen).replace("CUFLASH_", "").lower(),
     )
     return ", ".join(cell for cell in cells if cell)
@@ -515,6 +516,7 @@ def test_rows_refuse_with_a_sentence(
 ) -> None:
     monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, KERNELS[-1]))
     monkeypatch.setattr(cuflash.plan, "_choices", {})
+    monkeypatch.setattr(cuflash.plan, "_specs", {})
     problem, device = make(), device_of(capability)
     (name, reason), *others = refusals(problem, device)
     assert name == "narrow" and all(other is None for _, other in others)
@@ -599,9 +601,67 @@ def test_blocks_are_counted_without_overflow() -> None:
     assert plan.num_blocks == 2**46 // plan.tile.block_m
 
 
+def test_tiles_of_few_keys_rows_and_heads() -> None:
+    def plan_of(head_dim: int, length: int, heads: int, **options: Any) -> Plan:
+        return make_plan(square("float16", head_dim, length, heads, 1, **options), H200, AUTOMATIC)
+
+    few_keys = make_plan(dense(gpu((4, 16, 4096, 64)), gpu((4, 16, 77, 64))), H200, AUTOMATIC)
+    assert few_keys.tile.block_n == 32, "three quarters of two wide tiles would be computed for nothing"
+    assert make_plan(dense(gpu((4, 16, 4096, 64)), gpu((4, 16, 120, 64))), H200, AUTOMATIC).tile.block_n == 64
+    few_heads = plan_of(64, 512, 8)
+    assert few_heads.tile.block_m == 64 and few_heads.num_splits == 1
+    assert plan_of(256, 512, 256, causal=True).tile.block_m == 64
+    assert plan_of(256, 512, 256).tile.block_m == plan_of(256, 4096, 256, causal=True).tile.block_m == 128
+
+
+def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, settings = square("float16", 64, 1024, 16, 2, causal=True), Settings("forward_mma", "64x64x2", False)
+    assert make_plan(problem, H200, settings).planes_at_once == cuflash.plan.CACHED_BYTES // (1024 * 128 * 2)
+    monkeypatch.setattr(cuflash.plan, "CACHED_BYTES", 3 * 1024 * 128 * 2)
+    assert make_plan(problem, H200, settings).planes_at_once == 3
+    assert make_plan(problem, H200, settings._replace(tile="128x64x2")).planes_at_once == 32
+    groups = dense(gpu((2, 16, 1024, 64)), gpu((2, 4, 1024, 64)), causal=True)
+    assert make_plan(groups, H200, settings).planes_at_once == 12, "heads of a group read the same keys"
+    monkeypatch.setattr(cuflash.plan, "CACHED_BYTES", 1)
+    assert make_plan(problem, H200, settings).planes_at_once == 1
+
+
+def _heads_continue(problem: Problem) -> bool:
+    """The field of the kernel's arguments."""
+    plan = make_plan(problem, H200, AUTOMATIC)
+    packed = pack_problem_lengths(problem, plan, 0)
+    names = [name for name, code in FIELDS[len(POINTERS) :] for _ in range(int(code[:-1] or 1))]
+    return bool(struct.unpack_from(f"={len(packed) // 8}q", packed)[names.index("heads_continue")])
+
+
+@pytest.mark.parametrize(
+    ("problem", "continues"),
+    [
+        (dense(gpu((2, 3, 4, 20, 16)), gpu((2, 3, 2, 20, 16))), True),
+        (dense(gpu((1, 3, 4, 20, 16)), gpu((1, 3, 2, 20, 16))), True),
+        (dense(gpu((3, 1, 4, 20, 16)), gpu((3, 1, 2, 20, 16))), True),
+        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), alibi_slopes=gpu((3, 4), "float32")), True),
+        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), alibi_slopes=gpu((4,), "float32")), False),
+        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), sinks=gpu((), "float32")), True),
+        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), mask=gpu((3, 1, 1, 20), "bool")), False),
+        (dense(gpu((2, 3, 4, 20, 16)), gpu((3, 4, 20, 16))), False),
+        (dense(swapped((2, 4, 20, 16))), False),
+        (dense(gpu((2, 4, 20, 16)), swapped((2, 4, 20, 16))), False),
+        (dense(gpu((2, 4, 20, 16), strides=(5120, 640, 32, 2))), False),
+        (dense(gpu((1, 4, 20, 16), strides=(5120, 640, 32, 2))), False),
+        (dense(gpu((1, 4, 20, 16))), False),
+        (packed(2, 30, 4, 4, 16, "float16"), False),
+    ],
+    ids=lambda value: "" if isinstance(value, bool) else f"{value.batch}",
+)
+def test_heads_continue_where_all_arrays_do(problem: Problem, continues: bool) -> None:
+    """One batch has nothing to go on to; an axis of length 1 has no step."""
+    assert _heads_continue(problem) == continues
+
+
 def test_longest_tiles_first_where_lengths_differ() -> None:
-    assert make_plan(square("float16", 64, causal=True), H200, AUTOMATIC).longest_first
-    assert not make_plan(square("float16", 64), H200, AUTOMATIC).longest_first
+    assert make_plan(square("float16", 64, causal=True), H200, AUTOMATIC).planes_at_once > 0
+    assert make_plan(square("float16", 64), H200, AUTOMATIC).planes_at_once == 0
 
 
 @pytest.mark.parametrize("group", [2, 3, 8, 64])

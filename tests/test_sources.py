@@ -210,7 +210,7 @@ def test_struct_is_packed_in_order() -> None:
     pointers = bytearray(8 * len(params.POINTERS))
     params.pack_pointers_into(pointers, 0, *range(1, 13))
     packed = bytes(pointers) + params.pack_problem_lengths(problem, plan, 0) + params.pack_form(problem, plan)
-    values = struct.unpack("=" + "".join(code for _, code in params.FIELDS), packed)
+    values = struct.unpack_from("=" + "".join(code for _, code in params.FIELDS), packed)
     assert len(packed) == params.SIZE
     names = [name for name, code in params.FIELDS for _ in range(int(code[:-1] or 1))]
     fields = dict(zip(names, values, strict=True))

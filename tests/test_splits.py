@@ -56,7 +56,8 @@ emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) 
     ],
 )
 def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
-    assert choose_splits(num_blocks, resident, num_keys, block_n) == expected
+    assert choose_splits(num_blocks, resident, num_keys, block_n, 512) == expected
+    assert choose_splits(num_blocks, resident, num_keys, block_n, num_keys + 1) == 1  # keys are too few
 
 
 @settings(max_examples=500, deadline=None)
@@ -65,7 +66,7 @@ def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int
     def efficiency(splits: int) -> float:
         return num_blocks * splits / (-(-num_blocks * splits // resident) * resident)
 
-    splits, num_tiles = choose_splits(num_blocks, resident, num_keys, block_n), -(-num_keys // block_n)
+    splits, num_tiles = choose_splits(num_blocks, resident, num_keys, block_n, 0), -(-num_keys // block_n)
     allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
     assert splits in allowed
     if num_blocks >= resident or len(allowed) == 1:
@@ -118,13 +119,14 @@ def test_plans() -> None:
     tall = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 9999, 64))), H200, AUTOMATIC)
     assert tall.tile.block_m == 64 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
     short = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 500, 64))), H200, AUTOMATIC)
-    assert short.tile.block_m == 16 and short.num_splits == 1
+    assert short.tile.block_m == 64 and short.num_splits == 1
 
 
 def test_rows_that_cannot_write_partial_results_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KERNELS[-1]._replace(name="narrow", features=KERNELS[-1].features - {"out_dtype"})
     monkeypatch.setattr(plan, "KERNELS", (row,))
     monkeypatch.setattr(plan, "_choices", {})
+    monkeypatch.setattr(plan, "_specs", {})
     assert refusals(decode(), H200) == [("narrow", None)]
     assert make_plan(decode(), H200, AUTOMATIC).num_splits == 1
 

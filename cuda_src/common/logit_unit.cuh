@@ -14,6 +14,8 @@ struct LogitUnit {
     Accumulator multiplier;       // factor * log2(e)
     Accumulator inverse;          // 1 / factor
     Accumulator softcap_in_bits;  // 2 log2(e) scale / softcap
+    Accumulator small;            // scores up to this size are capped by the polynomial, below 0: none
+    Accumulator odd[3];           // score (odd[0] + score^2 (odd[1] + score^2 odd[2])) is the capped one
     ScoreScale scale;
 };
 
@@ -29,7 +31,21 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
             unit.factor = static_cast<Accumulator>(params.softcap);
             unit.multiplier = static_cast<Accumulator>(params.softcap * kLog2E);
         }
-        unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * params.scale / params.softcap);
+        const double ratio = params.scale / params.softcap;
+        unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * ratio);
+        // tanh(x) up to |x| = limit <= 0.35, to 6e-7: its series, with the terms of degree 7 and 9 replaced by the
+        // nearest polynomials of lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of
+        // float16 relative to any of them.
+        const double limit = min(0.35, 8.6 / params.softcap), square = limit * limit;
+        const bool exact = unit.capped && ratio >= 1e-6 && ratio <= 1e6;
+        unit.small = static_cast<Accumulator>(exact ? limit / ratio : -1);
+        const double ninth = 62.0 / 2835 * square * square,
+                     seventh = (-17.0 / 315 + 2.25 * 62 / 2835 * square) * square;
+        const double odd[] = {1 + (0.109375 * seventh - 0.03515625 * ninth) * square * square,
+                              -1.0 / 3 + (-0.875 * seventh + 0.46875 * ninth) * square,
+                              2.0 / 15 + 1.75 * seventh - 1.6875 * ninth};
+        double power = ratio;
+        for (int i = 0; i < 3; ++i, power *= ratio * ratio) unit.odd[i] = static_cast<Accumulator>(odd[i] * power);
     } else {
         // A multiplier near the end of the range might count as 0, and 0 x -inf is no hidden score.
         const Accumulator multiplier = static_cast<Accumulator>(params.scale * kLog2E);

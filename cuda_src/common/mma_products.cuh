@@ -1,4 +1,4 @@
-// The two products of attention by mma.sync: S = Q K^T and O += P V.
+// The two products of attention by mma.sync: S += Q K^T and O += P V.
 #pragma once
 
 #include "common/mma_tile.cuh"
@@ -13,18 +13,10 @@ __device__ __forceinline__ void load_queries(Queries& queries, SharedAddress q, 
     for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(queries.tiles[m], q + m * 16 * kRowBytesQ + step * 32);
 }
 
-// scores = Q K^T. `between(step)` is called kStepsK times, for work that the tensor cores hide.
+// scores += Q K^T. `between(step)` is called kStepsK times, for work that the tensor cores hide.
 template <typename Between>
 __device__ __forceinline__ void multiply_qk(Scores& scores, SharedAddress q, const KeptQueries& kept, SharedAddress k,
                                             Between between) {
-#pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-        for (int n = 0; n < kKeyTiles; ++n) {
-#pragma unroll
-            for (float& score : scores[m][n]) score = 0;
-        }
-    }
 #pragma unroll
     for (int step = 0; step < kStepsK; ++step) {
         Queries loaded;
@@ -78,8 +70,11 @@ __device__ __forceinline__ void store_weights(Element (*rows)[kPitchP], int firs
     }
 }
 
-// o += P V, with the warp's own weights or, where rows are shared, those at `p`.
-__device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v) {
+// o += P V, with the warp's own weights or, where rows are shared, those at `p`. `between(step)` is called kStepsV
+// times.
+template <typename Between>
+__device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v,
+                                            Between between) {
 #pragma unroll
     for (int step = 0; step < kStepsV; ++step) {
         __syncwarp();  // the compiler fetches no further ahead, which it has no registers for
@@ -97,6 +92,7 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, Share
         for (int f = 0; f < kFeatureTiles; f += 2) {
             unsigned int values[4];
             ldmatrix_x4_transposed(values, v + step * 16 * kRowBytesV + f * 16);
+            if (f == (kFeatureTiles > 2 ? 2 : 0)) between(step);
             const unsigned int first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {

@@ -14,7 +14,8 @@
 namespace cuflash {
 
 constexpr int kNumWarps = kThreads / 32;
-constexpr int kShare = kHeadDimV > 128 ? 2 : 1;  // warps that share their rows
+constexpr int kShare = kHeadDimV > 128 ? 2 : 1;
+// warps that share their rows
 constexpr int kRowsPerWarp = kBlockM / kNumWarps * kShare;
 constexpr int kRowTiles = kRowsPerWarp / 16;
 constexpr int kRows = 2 * kRowTiles;  // of a lane

@@ -47,8 +47,10 @@ struct AttentionParams {
     long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;
     long long query_offset;
-    long long num_m_blocks;  // tiles along the rows of one head (packed sequences: upper bound over all of them)
-    long long first_block;   // index of this launch's first block in the whole grid
+    long long num_m_blocks;    // tiles along the rows of one head (packed sequences: upper bound over all of them)
+    long long planes_at_once;  // heads whose tiles take turns, those with the most keys first; 0: one after another
+    long long heads_continue;  // all arrays step from batch to batch as from the last head to one behind it
+    long long first_block;     // index of this launch's first block in the whole grid
     // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart.
     long long num_splits;
     long long out_split_stride;
@@ -76,7 +78,6 @@ struct AttentionParams {
     int packed_heads;  // query heads that share a tile: 1 or group_size
     int head_dim;
     int head_dim_v;
-    int longest_first;        // last row blocks have the most keys: start them first
     int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each packed sequence
     int alibi_dtype;          // CUFLASH_FLOAT16 ...
     int sink_dtype;

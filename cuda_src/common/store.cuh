@@ -5,21 +5,24 @@
 
 namespace cuflash {
 
-// Stores those of kCount neighbouring features of a row, from `column` on, that are below `num_features`.
+// Stores those of kCount neighbouring features of a row, from `column` on, that are below `num_features`. With
+// kVectorLoads that number is a multiple of the elements in 16 bytes.
 template <int kCount>
 __device__ __forceinline__ void store_features(char* row, int column, int num_features, long long feature_stride,
                                                const Accumulator (&values)[kCount]) {
     struct alignas(kCount * sizeof(OutElement)) Packed {
         OutElement elements[kCount];
     };
+    constexpr bool kWhole = kCount * sizeof(Element) <= 16;  // all or none of them are below it
     if constexpr (kVectorLoads && (kCount & (kCount - 1)) == 0 && sizeof(Packed) <= 16) {
-        if (column + kCount <= num_features) {
+        if (column + (kWhole ? 0 : kCount - 1) < num_features) {
             Packed packed;
 #pragma unroll
             for (int e = 0; e < kCount; ++e) packed.elements[e] = to_output(values[e]);
             *reinterpret_cast<Packed*>(row + column * static_cast<int>(sizeof(OutElement))) = packed;
             return;
         }
+        if (kWhole) return;
     }
 #pragma unroll
     for (int e = 0; e < kCount; ++e) {

@@ -9,12 +9,11 @@ __device__ __forceinline__ SharedAddress shared_address(const void* shared) {
     return static_cast<unsigned int>(__cvta_generic_to_shared(shared));
 }
 
-// The same, but the compiler does not see how it came about: it stays in a register instead of being computed again
-// wherever it is used.
-__device__ __forceinline__ SharedAddress kept_shared_address(const void* shared) {
-    SharedAddress address;
-    asm volatile("mov.u32 %0, %1;" : "=r"(address) : "r"(shared_address(shared)));
-    return address;
+// threadIdx.x, read again: what is computed from it then needs no register in the meantime.
+__device__ __forceinline__ unsigned int thread_index_again() {
+    unsigned int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
 }
 
 }  // namespace cuflash

@@ -12,6 +12,8 @@
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
+#undef __noinline__
+#define __noinline__ __attribute__((noinline))
 #ifdef CPU_CUDA_DEBUG  // a debugger shows the variables of functions that are called
 #define __forceinline__ inline
 #else

@@ -5,6 +5,7 @@ namespace cuflash {
 
 using SharedAddress = char*;
 
-inline SharedAddress kept_shared_address(void* shared) { return static_cast<char*>(shared); }
+inline SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
+inline unsigned int thread_index_again() { return threadIdx.x; }
 
 }  // namespace cuflash

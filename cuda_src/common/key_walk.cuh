@@ -1,0 +1,33 @@
+// The tiles of keys that a block walks through, last to first.
+#pragma once
+
+#include "common/mask.cuh"
+
+namespace cuflash {
+
+// Tiles of keys are counted from the last; only that one may be shorter. Those from inner_begin to inner_end are seen
+// by all rows.
+struct KeyWalk {
+    long long begin;  // first key
+    int num_tiles;
+    int last_keys;
+    int inner_begin, inner_end;
+
+    __device__ __forceinline__ long long first_key(int index) const {
+        return begin + static_cast<long long>(num_tiles - 1 - index) * kBlockN;
+    }
+};
+
+__device__ __forceinline__ KeyWalk key_walk(const TileKeys& keys) {
+    KeyWalk walk;
+    walk.begin = keys.any.begin;
+    const long long num_keys = max(keys.any.end - walk.begin, 0LL);
+    walk.num_tiles = static_cast<int>((num_keys + kBlockN - 1) / kBlockN);
+    walk.last_keys = static_cast<int>(num_keys - static_cast<long long>(max(walk.num_tiles - 1, 0)) * kBlockN);
+    walk.inner_begin = walk.num_tiles - static_cast<int>(max(keys.all.end - walk.begin, 0LL) / kBlockN);
+    walk.inner_end = walk.num_tiles - static_cast<int>(min((keys.all.begin - walk.begin + kBlockN - 1) / kBlockN,
+                                                           static_cast<long long>(walk.num_tiles)));
+    return walk;
+}
+
+}  // namespace cuflash
