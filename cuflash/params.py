@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from .arrays import ITEMSIZE
@@ -88,6 +89,8 @@ def dense_strides(steps: tuple[int, ...], num_batch: int) -> tuple[int, ...]:
 def _heads_continue(batch: Sequence[int], arrays: Iterable[tuple[tuple[int, ...], int]]) -> bool:
     """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
 
+    False where the heads of all batches would not be counted by 32 bits.
+
     Parameters
     ----------
     batch
@@ -96,6 +99,8 @@ def _heads_continue(batch: Sequence[int], arrays: Iterable[tuple[tuple[int, ...]
         For each its strides along these axes and along its heads, and the number of the latter.
     """
     for strides, num_heads in arrays:
+        if prod(batch) * num_heads >= 2**31:
+            return False
         step = strides[-1] * num_heads
         for length, stride in zip(reversed(batch), strides[-2::-1], strict=True):
             if length != 1:

@@ -110,16 +110,17 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
     # given `out` has no `workspace` to be given too.
     num_keys = 0 if varlen else keys_of_a_tile(problem, seqlen_q, problem.seqlen_k, problem.query_offset, TALL_TILE)
-    spec, _ = _cached_kernel(problem, device, settings)
+    spec, key = _cached_kernel(problem, device, settings)
     worth = _worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, num_keys)
-    choice = _choose(problem, device, settings, worth)
+    choice = _choose(problem, device, settings, spec, key, worth)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
         packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
         num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * (num_planes // packed_heads)
         num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n, spec.splits_from)
     if num_splits > 1:
-        choice = _choose(partial_results(problem), device, settings._replace(kernel=choice.kernel), worth)
+        partial, same_kernel = partial_results(problem), settings._replace(kernel=choice.kernel)
+        choice = _choose(partial, device, same_kernel, *_cached_kernel(partial, device, same_kernel), worth)
 
     tile = choice.tile
     packed_heads = heads_per_tile(average_rows, group_size, tile)
@@ -241,7 +242,12 @@ def _worth_a_tile(
     limit = min(rows * group_size, by_device)
     # Where the output is wide, tall tiles have a multiprocessor for themselves: nothing is computed while one begins
     # and another one ends, and there is more of that the fewer keys they see.
-    if spec.latency_bound and problem.head_dim_v > 128 and problem.window_right is not None and num_keys <= FEW_KEYS:
+    if (
+        spec.latency_bound
+        and problem.head_dim_v > 128
+        and problem.window_right is not None
+        and 0 < num_keys <= FEW_KEYS
+    ):
         limit = min(limit, TALL_TILE)
     useful_rows = max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
     # Narrow tiles where a quarter of what wide ones compute would be for nothing.
@@ -290,9 +296,10 @@ def _cached_kernel(problem: Problem, device: Device, settings: Settings) -> tupl
     return spec, key
 
 
-def _choose(problem: Problem, device: Device, settings: Settings, worth: TileWorth) -> Choice:
-    """Kernel, tile and build of a problem; remembered, as they do not depend on its lengths beyond `worth`."""
-    spec, key = _cached_kernel(problem, device, settings)
+def _choose(
+    problem: Problem, device: Device, settings: Settings, spec: KernelSpec, key: tuple, worth: TileWorth
+) -> Choice:
+    """Tile and build of a problem for a kernel; remembered, as they do not depend on its lengths beyond `worth`."""
     choice = _choices.get((key, worth))
     if choice is None:
         tile = _choose_tile(spec, problem, device, settings, worth)

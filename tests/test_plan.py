@@ -693,3 +693,12 @@ def test_stand_ins_of_numpy_dtypes_agree() -> None:
 
 if __name__ == "__main__":
     print(table(), end="")
+
+
+def test_packed_sequences_of_unknown_length_take_tall_tiles() -> None:
+    long = packed(2, 16384, 16, 16, 256, "float16", causal=True)
+    assert make_plan(long, H200, AUTOMATIC).tile.block_m == 128, "low tiles are for few keys"
+
+
+def test_heads_beyond_32_bits_are_counted_by_batch() -> None:
+    assert not _heads_continue(dense(gpu((2**31, 1, 1, 8), "float16")))
