@@ -12,11 +12,12 @@
 // Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
-#include "common/epilogue.cuh"
 #include "common/key_loader.cuh"
 #include "common/key_walk.cuh"
 #include "common/mma_logits.cuh"
 #include "common/mma_products.cuh"
+#include "common/mma_queries.cuh"
+#include "common/mma_store.cuh"
 #include "common/mma_total.cuh"
 
 namespace cuflash {
@@ -38,118 +39,8 @@ struct SharedTiles {
     LogitUnit unit;
 };
 
-template <typename T>
-__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
-    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
-}
-
-// Looks up the warp's rows, one per lane, and loads their queries.
-__device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, SharedTiles& shared,
-                                             const Warp& warp) {
-    constexpr int kOwnRows = kRowsPerWarp / kShare;
-    const int first_row = warp.first_row + warp.share * kOwnRows;
-    const char* address = nullptr;
-    if (warp.lane < kOwnRows) {
-        const int tile_row = first_row + warp.lane;
-        const Row row = row_at(params, tile, tile_row);
-        if (row.valid) address = tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row;
-        shared.rows[tile_row].visible = row.valid ? visible_keys(params, tile, row.query) : KeyRange{0, 0};
-        // Rows that see no key may belong to no sequence, which has no slopes.
-        if (kPerRow && shared.walk.num_tiles > 0) {
-            LogitRow& logit = shared.rows[tile_row].logit = logit_row(params, tile, tile_row);
-            logit.alibi_slope *= shared.unit.inverse;
-        }
-    }
-    if constexpr (kVectorLoads) {
-        constexpr int kVectors = kHeadDim / 8;
-        constexpr int kLanes = kVectors < 32 ? power_of_two_above(kVectors) : 32;
-        const int own_row = warp.lane / kLanes, own_column = warp.lane % kLanes * 8;
-        const SharedAddress target = shared_address(shared.q[first_row]) + own_row * kRowBytesQ + own_column * 2;
-#pragma unroll
-        for (int pass = 0; pass < kOwnRows; pass += 32 / kLanes) {
-            const char* source = address_of_lane(address, pass + own_row);
-            if (32 / kLanes > kOwnRows && own_row >= kOwnRows) continue;
-#pragma unroll
-            for (int column = 0; column < kHeadDim; column += kLanes * 8) {
-                if (own_column + column < kHeadDim)
-                    cp_async_16(target + pass * kRowBytesQ + column * 2, source + (own_column + column) * 2,
-                                source != nullptr && own_column + column < params.head_dim);
-            }
-        }
-    } else {
-#pragma unroll 4
-        for (int element = warp.lane; element < kOwnRows * kHeadDim; element += 32) {
-            const int row = element / kHeadDim, column = element % kHeadDim;
-            const char* source = address_of_lane(address, row);
-            const bool valid = source != nullptr && column < params.head_dim;
-            shared.q[first_row + row][column] =
-                valid ? load_bits<Element>(source + column * params.q_strides.column) : Element(0);
-        }
-    }
-}
-
-// Stores lse and output of the warp's rows. Each lane finishes one row; 16-bit output passes through the rows of Q, so
-// that neighbouring lanes store neighbouring vectors.
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, SharedTiles& shared,
-                                           const RowStates& states, Output& o, const Warp& warp) {
-    const int lane = warp.lane;
-    const RowValues maxima = states.maxima(warp);
-    float row_max = 0, row_sum = 0;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float sum = states.row_sum.of[r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float maximum_of_row = __shfl_sync(0xffffffffu, maxima.of[r], lane % 8 * 4);
-        const float sum_of_row = __shfl_sync(0xffffffffu, sum, lane % 8 * 4);
-        if (lane / 8 == r) row_max = maximum_of_row, row_sum = sum_of_row;
-    }
-    if constexpr (kShare > 1) {
-        float (&sums)[kShare][32] = shared.exchange[warp.group];
-        warp.wait();  // for the rows of Q as well
-        sums[warp.share][lane] = row_sum;
-        warp.wait();
-        row_sum = sums[0][lane] + sums[1][lane];
-    }
-    char* address = nullptr;
-    float factor = 0;
-    const Row row = row_at(params, tile, warp.first_row + lane);
-    if (lane < kRowsPerWarp && row.valid) {
-        const FinishedRow finished =
-            finish_row(params, tile, row, row_max * shared.unit.factor, row_sum * kReferenceUnit);
-        factor = finished.multiplier / finished.divisor * kReferenceUnit;
-        if (warp.share == 0) store_lse(params, tile, row, finished.lse);
-        address = output_row(params, tile, row);
-    }
-    __syncwarp();
-    const int first_column = warp.share * kWarpFeatures;
-    Element(*const staging)[kPitchQ] = &shared.q[warp.first_row];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const float row_factor = __shfl_sync(0xffffffffu, factor, row_of(r, lane));
-        char* const row_address = address_of_lane(address, row_of(r, lane));
-#pragma unroll
-        for (int f = 0; f < kFeatureTiles; ++f) {
-            const int column = first_column + f * 8 + lane % 4 * 2;
-            const float values[2] = {at(o, r, 2 * f) * row_factor, at(o, r, 2 * f + 1) * row_factor};
-            if constexpr (sizeof(OutElement) == 2)
-                *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
-            else if (row_address) store_output(params, row_address, column, values);
-        }
-    }
-    if constexpr (sizeof(OutElement) == 2) {
-        constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors);
-        const int own_row = lane / kLanes, column = first_column + lane % kLanes * 8;
-        __syncwarp();
-#pragma unroll 8
-        for (int pass = 0; pass < kRowsPerWarp; pass += 32 / kLanes) {
-            char* const row_address = address_of_lane(address, pass + own_row);
-            if (kLanes == kVectors || lane % kLanes < kVectors)
-                store_elements(params, row_address, column,
-                               *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
-        }
-    }
-}
+// Where registers are few, the walk stays in shared memory.
+using KeptWalk = WalkKeeper<kShare == 1 && !kFewRegisters && kThreads * kMinBlocks <= 256>::Type;
 
 // With one buffer for the next tile, copies are issued in the first steps of a product.
 template <int kSteps>
@@ -160,12 +51,12 @@ using CopyV = TileCopy<kHeadDimV, kPitchV>;
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     const TileMap& tile = shared.tile;
-    const KeyWalk& walk = shared.walk;  // registers are few
     TileKeys keys;
     if (threadIdx.x < 32 && map_block(params, shared.tile, keys)) shared.walk = key_walk(keys);
     if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
     __syncthreads();
     if (tile.num_rows == 0) return;
+    KeptWalk walk = shared.walk;
     const Warp first_warp(threadIdx.x);
     const bool lags = first_warp.lags();
     // Of a staggered block one half copies K, the other V.
@@ -204,11 +95,20 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const float multiplier = shared.unit.multiplier;  // makes bits of logits
     CopyK next_k = copy_k(0, first_warp);
     CopyV next_v = copy_v(0, first_warp);
-    next_k.template load<false, 1>(k_strides, 0, walk.last_keys, 0);
-    load_queries(params, tile, shared, first_warp);
+    copy_queries(params, tile, shared.q, first_warp);
+    cp_async_commit();
+    if (!lags) next_k.template load<false, 1>(k_strides, 0, walk.last_keys, 0);
     if constexpr (kStages > 1 && !kStaggered) next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
+    cp_async_commit();
+    look_up_rows(params, tile, shared.unit, walk.num_tiles > 0, shared.rows, first_warp);
+    // Staggered blocks are alone on a multiprocessor: they multiply the first keys while the first values arrive.
+    const auto first_values_arrive = [](int i) {
+        if (!kStaggered || i != 0) return;
+        cp_async_wait_group<0>();
+        __syncthreads();
+    };
     if constexpr (kKeepQ) {
-        cp_async_wait();
+        cp_async_wait_group<1>();
         first_warp.wait();
 #pragma unroll
         for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q(first_warp), step);
@@ -234,7 +134,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             __syncthreads();
             if constexpr (kStaggered) {
                 if (lags) {
-                    if (pending) multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
+                    if (pending) {
+                        multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
+                    } else if (i == 0) {
+                        copy_k(0, warp).template load<false, 1>(k_strides, 0, walk.last_keys, 0);
+                        cp_async_commit();
+                    }
                     barrier_wait(15, kThreads / 2);
                 }
             }
@@ -252,6 +157,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             if (kSkipUnseen && at_edge && !any_row_sees(rows, walk.first_key(i), warp.lane)) {
 #pragma unroll
                 for (int part = 0; part < kStepsK; ++part) copy_part(part);
+                first_values_arrive(i);
                 pending = false;
                 continue;
             }
@@ -269,15 +175,16 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             const SharedAddress p = lane_p(same), v = lane_v(same, stage);
             const TileRow* same_rows = &shared.rows[same.first_row];
             const long long same_begin = walk.first_key(i) + same.share * kWarpKeys;
-            scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, at_edge, scores, logits);
-            if (at_edge) hide_scores(same_rows, same_begin, same.lane, scores);
-            scores_to_weights(scores, multiplier, shared.unit, logits, states, o, shared.exchange, same);
+            scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, scores, logits);
+            if (at_edge) hide_scores(same_rows, same_begin, same.lane, hidden_score(logits), scores);
+            scores_to_weights(scores, multiplier, logits, states, o, shared.exchange, same);
             Weights weights;
             round_scores(weights, scores);
             if constexpr (kShare > 1) {
                 store_weights(&shared.p[same.first_row], same.share * kWarpKeys, weights, same.lane);
                 same.wait();
             }
+            first_values_arrive(i);
             pending = lags;
             const auto copy_k_part = [&](int part) {
                 if constexpr (kStages == 1)
@@ -290,7 +197,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     }
     if (pending) multiply_pv(o, {}, lane_p(first_warp), lane_v(first_warp, (walk.num_tiles - 1) % kStages), [](int) {});
     cp_async_wait();
-    store_rows(params, tile, shared, states, o, Warp(thread_index_again()));
+    store_rows(params, tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
 }
 
 }  // namespace cuflash

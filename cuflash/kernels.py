@@ -147,6 +147,16 @@ KERNELS = (
 )
 
 
+def softcap_degree(problem: Problem) -> int:
+    """Degree of the polynomial that caps scores as long as they are small; 0 without softcap.
+
+    Degree 3 is exact enough for scores up to 5 if softcap is 30, and degree 5 for more.
+    """
+    if problem.softcap == 0:
+        return 0
+    return 3 if problem.softcap >= 30 else 5
+
+
 HELPERS = ("combine",)
 """Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
 

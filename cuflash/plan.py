@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE
-from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
+from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
 from .knobs import Settings
 from .params import BATCH_AXES
 from .problem import Problem, common_alignment
@@ -19,18 +19,11 @@ from .splits import (
     partial_layout,
     partial_of,
     partial_results,
-    splits_allowed,
 )
+from .worth import TALL_TILE, TileWorth, worth_a_tile
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
-SMALLEST_USEFUL_TILE = 16
-"""Rows below which a tile saves nothing: its keys are loaded all the same."""
-LARGEST_TILE = 1024
-TALL_TILE = 64
-"""Rows from which on a taller tile saves so little that splitting the keys for it would cost more."""
-FEW_KEYS = 1024
-"""For which tall tiles, alone on a multiprocessor, begin and end too often (measured at head_dim 256, causal)."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 
@@ -49,15 +42,6 @@ class Build(NamedTuple):
     kernel: str
     macros: Macros
     shared_memory: int
-
-
-class TileWorth(NamedTuple):
-    """Size that a tile is worth having, for the lengths of a problem; the tile is chosen by it."""
-
-    rows: int
-    keys: int
-    alone: bool
-    """Whether no two tiles will share a multiprocessor."""
 
 
 class Plan(NamedTuple):
@@ -111,7 +95,7 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     # given `out` has no `workspace` to be given too.
     num_keys = 0 if varlen else keys_of_a_tile(problem, seqlen_q, problem.seqlen_k, problem.query_offset, TALL_TILE)
     spec, key = _cached_kernel(problem, device, settings)
-    worth = _worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, num_keys)
+    worth = worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, num_keys)
     choice = _choose(problem, device, settings, spec, key, worth)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
@@ -171,7 +155,7 @@ def plan_other_lengths(
     spec = next(spec for spec in KERNELS if spec.name == plan.kernel)
     if (
         packed_heads != heads_per_tile(seqlen_q, plan.group_size, tile)
-        or plan.worth != _worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, num_keys)
+        or plan.worth != worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, num_keys)
     ):  # fmt: skip
         return None
     num_m_blocks = -(-seqlen_q * packed_heads // tile.block_m)
@@ -209,53 +193,6 @@ def _workspace(partial: Partial, num_splits: int) -> int:
     return num_splits * sum(partial.strides) if num_splits > 1 else 0
 
 
-def _worth_a_tile(
-    problem: Problem, spec: KernelSpec, rows: int, group_size: int, num_planes: int, device: Device, num_keys: int
-) -> TileWorth:
-    """Size that a tile is worth having: not above the rows of one key head, and low enough for all multiprocessors.
-
-    Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better.
-
-    Parameters
-    ----------
-    problem
-        What is computed.
-    spec
-        The kernel.
-    rows
-        Queries of one head (for packed sequences: on average).
-    group_size
-        Query heads per key head.
-    num_planes
-        Query heads in all batches.
-    device
-        The GPU.
-    num_keys
-        Keys that a tile sees, at most; 0: not known.
-    """
-    rows_in_all = rows * num_planes
-    by_device = rows_in_all // device.num_multiprocessors
-    if by_device < TALL_TILE:
-        splits = splits_allowed(num_keys) if num_keys >= spec.splits_from else 1
-        rows_of_a_block = rows_in_all * splits // device.num_multiprocessors
-        by_device = TALL_TILE if spec.latency_bound else min(TALL_TILE, rows_of_a_block)
-    limit = min(rows * group_size, by_device)
-    # Where the output is wide, tall tiles have a multiprocessor for themselves: nothing is computed while one begins
-    # and another one ends, and there is more of that the fewer keys they see.
-    if (
-        spec.latency_bound
-        and problem.head_dim_v > 128
-        and problem.window_right is not None
-        and 0 < num_keys <= FEW_KEYS
-    ):
-        limit = min(limit, TALL_TILE)
-    useful_rows = max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
-    # Narrow tiles where a quarter of what wide ones compute would be for nothing.
-    wide, narrow = (-(-num_keys // size) * size for size in (64, 32))
-    useful_keys = 32 if 0 < 4 * narrow <= 3 * wide else LARGEST_TILE
-    return TileWorth(useful_rows, useful_keys, rows_in_all <= useful_rows * device.num_multiprocessors)
-
-
 def heads_per_tile(rows: int, group_size: int, tile: Tile) -> int:
     """Query heads that share a tile: all of a group where one head's rows do not fill it, else one."""
     return group_size if rows < tile.block_m else 1
@@ -285,7 +222,7 @@ def _cached_kernel(problem: Problem, device: Device, settings: Settings) -> tupl
     p = problem
     key = (
         p.op, p.dtype, p.out_dtype, p.precision, p.head_dim, p.head_dim_v, p.num_heads_q, p.num_heads_kv,
-        p.window_left is None, p.window_right is None, p.softcap == 0, p.bias and p.bias.dtype, p.mask is None,
+        p.window_left is None, p.window_right is None, softcap_degree(p), p.bias and p.bias.dtype, p.mask is None,
         p.alibi_slopes is None, p.sinks is None, p.query_offsets is None, common_alignment(p), device, settings,
     )  # fmt: skip
     spec = _specs.get(key)
@@ -338,8 +275,10 @@ def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: S
     if not settings.tile:
         first = next((tile for tile in tiles if tile.block_m <= worth.rows), tiles[0])
         alike = [tile for tile in tiles if tile.block_m == first.block_m]
-        if worth.alone:
-            first = next((tile for tile in alike if tile.block_n == first.block_n and tile.stages > 1), first)
+        if worth.alone:  # shared memory is free: two buffers, and as wide as there is
+            first = max((tile for tile in alike if tile.stages > 1), key=lambda tile: tile.block_n, default=first)
+        if first.block_n <= worth.keys:
+            return first
         return next((tile for tile in alike if tile.block_n <= worth.keys and tile.stages == first.stages), first)
     for tile in tiles:
         if str(tile) == settings.tile:
@@ -392,7 +331,7 @@ def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alig
         ("MIN_BLOCKS", spec.min_blocks(problem, tile, device)),
         ("MASK", int(problem.mask is not None)),
         ("ALIBI", int(problem.alibi_slopes is not None)),
-        ("SOFTCAP", int(problem.softcap != 0)),
+        ("SOFTCAP", softcap_degree(problem)),
         ("VARLEN", int(problem.op == "attention_varlen")),
         ("ALIGNMENT", alignment),
     )

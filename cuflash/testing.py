@@ -258,7 +258,7 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
         Whether the kernel rounds weights to the format that it multiplies (`KernelSpec.rounds_weights`): the weight of
         key j may then be off by u w_j, with u the format's rounding, and the output by u sum_j w_j |v_j| / sum_j w_j.
         The bound is not smaller than that sum, as equal weights round the same way. With `precision="tf32"` such a
-        kernel rounds q, k and v too.
+        kernel rounds q, k and v too, and in 16 bits it caps logits to 2^-15.
     """
     expected, expected_lse = oracle(case, data)
     out = outcome.out.astype(np.float64)
@@ -283,7 +283,8 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
     if rounds_weights:
         tf32 = case.options.get("precision") == "tf32"
         unit = 2.0**-11 if tf32 else _rounding(data.q.dtype)
-        of_logits = 2 * unit * score if tf32 else 0.0  # q and k are off by one unit each
+        capped = data.q.dtype.itemsize == 2 and case.options.get("softcap")
+        of_logits = 2 * unit * score if tf32 else 2.0**-15 if capped else 0.0  # q and k are off by one unit each
         tolerance += 2 * of_logits * magnitude + (1 + tf32) * unit * oracle(case, data._replace(v=np.abs(data.v)))[0]
         relative += of_logits
     error = np.abs(out - expected)

@@ -55,13 +55,16 @@ def blocks_in_shared_memory(device: Device, size: int) -> int:
 def occupying_first(tiles: list[Tile], blocks: Callable[[Tile], int]) -> list[Tile]:
     """Sort tiles of which a multiprocessor holds `blocks`: those that give it eight warps come first, in their order.
 
-    Tiles of 16 rows come last: one warp alone hides little.
+    Tiles of 16 rows come last: one warp alone hides little. Of tiles with the same name the first is left.
     """
 
     def order(tile: Tile) -> tuple[bool, bool]:
         return tile.block_m == 16, tile.block_m > 16 and blocks(tile) * tile.num_threads < 256
 
-    return sorted(tiles, key=order)
+    by_name: dict[str, Tile] = {}
+    for tile in sorted(tiles, key=order):
+        by_name.setdefault(str(tile), tile)
+    return list(by_name.values())
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -114,8 +114,10 @@ def softcap_of_low_scores(emulator: Emulator) -> None:
     for offset in (-20, 0, 60):
         assert_right(emulator, q, k, v, softcap=30, causal=True, query_offset=offset)
     assert_right(emulator, q, k, v, softcap=30, window=(3, 2), query_offset=-30)
+    assert_right(emulator, q * np.float16(8), k, v, softcap=5, causal=True, query_offset=-20)
     below = np.float16(-1.5) + k / np.float16(10)
     assert_right(emulator, np.abs(q) + np.float16(0.5), below, v, softcap=256, scale=1.2)
+    assert_right(emulator, np.abs(q) + np.float16(0.5), below, v, softcap=256, scale=0.35)
     assert_right(emulator, np.abs(q) + np.float16(0.5), below, v, softcap=300, scale=1.2)
 
 
@@ -156,10 +158,11 @@ def test_softcap_of_unusual_scores(function: Any) -> None:
     function(Emulator("forward_mma"))
 
 
-@pytest.mark.parametrize("cap", [5, 30, 50, 100, 256])
-def test_polynomial_of_softcap_keeps_to_the_error_rule(cap: int) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("cap", [5, 16, 30, 50, 100, 256])
+def test_polynomial_of_softcap_keeps_to_the_error_rule(cap: int, dtype: str) -> None:
     case = Case(f"softcap-{cap}", (1, 2, 70, 32), (1, 2, 150, 32), options={"softcap": cap, "scale": 0.3})
-    data, emulator = make_data(case, "float16"), Emulator("forward_mma")
+    data, emulator = make_data(case, dtype), Emulator("forward_mma")
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=True)
 
 

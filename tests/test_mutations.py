@@ -186,11 +186,12 @@ def _hidden_for_long(emulator: Emulator) -> None:
 
 
 def _packed_heads(emulator: Emulator) -> None:
-    """Several tiles of rows that stand for more heads than one, whole tiles of keys."""
-    rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((8, 6, 16)).astype(np.float16), rng.standard_normal((1, 128, 16)).astype(np.float16)
-    out, exact = emulator.attention(q, k, k, causal=True), reference.attention(q, k, k, causal=True)[0]
-    np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
+    """Several tiles of rows, low ones and high ones, that stand for more heads than one, whole tiles of keys."""
+    for seqlen_q in (6, 20):
+        q, k = (np.random.default_rng(0).standard_normal(shape) for shape in ((8, seqlen_q, 16), (1, 128, 16)))
+        q, k = q.astype(np.float16), k.astype(np.float16)
+        out, exact = emulator.attention(q, k, k, causal=True), reference.attention(q, k, k, causal=True)[0]
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
 
 
 def _staggered_copies(emulator: Emulator) -> None:
@@ -242,8 +243,10 @@ LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
 MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, DENSE = (
     f"common/{name}.cuh" for name in ("mma_warp", "mma_rows", "mma_logits", "mma_total", "key_walk", "dense")
 )
+MMA_QUERIES, MMA_STORE = "common/mma_queries.cuh", "common/mma_store.cuh"
 _OF_MMA = (
-    LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK
+    LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, MMA_QUERIES,
+    MMA_STORE,
 )  # fmt: skip
 KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys(_OF_MMA, MMA)}
 """Headers of one kernel alone."""
@@ -308,20 +311,33 @@ CHECKS = [
     Mutant(WMMA, "if (lane % kLanesPerRow == 0) factors", "factors", "lengths-63x65 float16"),
     Mutant(WMMA, "if (threadIdx.x < 32) {", "{", "tall_tiles"),
     # The kernel whose scores stay in registers: its rows, its walk, which tiles warps pass by, its two stages.
-    Mutant(MMA, "if (row.valid) address = tile.q", "address = tile.q", "lengths-63x65 float16"),
-    Mutant(MMA, "if (warp.lane < kOwnRows) {", "{", "causal-200x131 float16 64x64"),
-    Mutant(MMA, "32 / kLanes > kOwnRows && own_row >= kOwnRows", "false", "head_dim-16-512 float16 16x32"),
-    Mutant(MMA, "if (own_column + column < kHeadDim)", "", "head_dim-40-40 float16"),
-    Mutant(MMA, "source != nullptr && own_column", "own_column", "lengths-63x65 float16"),
-    Mutant(MMA, " && own_column + column < params.head_dim", "", "head_dim-40-40 float16"),
-    Mutant(MMA, "source != nullptr && column", "column", "layout-gaps float16"),
-    Mutant(MMA, " && column < params.head_dim", "", "head_dim-17-17 float16"),
-    Mutant(MMA, "if (lane / 8 == r) row_max", "row_max", "lengths-63x65 float16"),
-    Mutant(MMA, "if (kLanes == kVectors || lane % kLanes < kVectors)", "", "head_dim-160-160 float16"),
-    Mutant(MMA, "lane < kRowsPerWarp && row.valid", "row.valid", "causal-200x131 float16 64x64"),
-    Mutant(MMA, "lane < kRowsPerWarp && row.valid", "lane < kRowsPerWarp", "lengths-63x65 float16"),
-    Mutant(MMA, "if (warp.share == 0) store_lse", "store_lse", "wide-causal float16"),
-    Mutant(MMA, "else if (row_address) store_output", "else store_output", "out_dtype-float32 float16"),
+    Mutant(MMA_QUERIES, "return row.valid ? tile.q", "return true ? tile.q", "heads-8-1-3x70 float16", kernel=MMA),
+    Mutant(MMA_QUERIES, "if (warp.lane >= OwnRows::kCount) return;", "", "causal-200x131 float16 64x64", kernel=MMA),
+    Mutant(MMA_QUERIES, "kAtOnce > OwnRows::kCount && own_row >= OwnRows::kCount", "false",
+           "head_dim-16-512 float16 16x32", kernel=MMA),
+    Mutant(MMA_QUERIES, "if (own_column + column < kHeadDim)", "", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(MMA_QUERIES, "valid && own_column", "own_column", "lengths-63x65 float16", kernel=MMA),
+    Mutant(MMA_QUERIES, "valid && own_column + column < params.head_dim", "valid", "head_dim-40-40 float16",
+           kernel=MMA),
+    Mutant(MMA_QUERIES, "if (params.packed_heads == 1)", "if (true)", "heads-8-1-3x70 float16", kernel=MMA),
+    Mutant(MMA_QUERIES, "copy(pass, source, pass < num_rows)", "copy(pass, source, true)", "lengths-63x65 float16",
+           kernel=MMA),
+    Mutant(MMA_QUERIES, "copy(pass, source, source != nullptr)", "copy(pass, source, true)", "heads-8-1-3x70 float16",
+           kernel=MMA),
+    Mutant(MMA_QUERIES, "source != nullptr && column", "column", "layout-gaps float16", kernel=MMA),
+    Mutant(MMA_QUERIES, " && column < params.head_dim;", ";", "head_dim-17-17 float16", kernel=MMA),
+    Mutant(SEQUENCE, "min(tile.num_rows - row, static_cast<long long>(kBlockM))", "kBlockM", "lengths-63x65 float16",
+           kernel=MMA),
+    Mutant(MMA_STORE, "if (lane / 8 == r) row_max", "row_max", "lengths-63x65 float16", kernel=MMA),
+    Mutant(MMA_STORE, "if (kLanes == kVectors || lane % kLanes < kVectors)", "", "head_dim-160-160 float16",
+           kernel=MMA),
+    Mutant(MMA_STORE, "lane < kRowsPerWarp && row.valid", "row.valid", "causal-200x131 float16 64x64", kernel=MMA),
+    Mutant(MMA_STORE, "lane < kRowsPerWarp && row.valid", "lane < kRowsPerWarp", "lengths-63x65 float16", kernel=MMA),
+    Mutant(MMA_STORE, "if (warp.share == 0) store_lse", "store_lse", "wide-causal float16", kernel=MMA),
+    Mutant(MMA_STORE, "else if (row_address) store_output", "else store_output", "out_dtype-float32 float16",
+           kernel=MMA),
+    Mutant(MMA_STORE, "if (params.packed_heads == 1)", "if (true)", "heads-8-1-3x70 float16", kernel=MMA),
+    Mutant(MMA_STORE, "pass < num_rows ? row_address : nullptr", "row_address", "lengths-63x65 float16", kernel=MMA),
     Mutant(MMA, "threadIdx.x < 32 && map_block", "map_block", "tall_tiles"),
     Mutant(MMA, "if (threadIdx.x == kThreads - 32) shared.unit", "shared.unit", "lengths-63x65 float16"),
     Mutant(MMA, "if (tile.num_rows == 0) return;", "", "packed-plain-True float16"),
@@ -343,7 +359,9 @@ CHECKS = [
     Mutant(MMA, "lags ? params.v_strides : params.k_strides", "params.k_strides", "staggered_copies"),
     Mutant(MMA, "i < walk.inner_begin || ", "", "lengths-63x65 float16"),
     Mutant(MMA, " || i >= walk.inner_end", "", "window-3-None float16"),
-    Mutant(MMA, "if (pending)", "", "wide-causal float16 128x64x2", 0),
+    Mutant(MMA, "if (pending)", "if (true)", "wide-causal float16 128x64x2", 0),
+    Mutant(MMA, "else if (i == 0)", "else if (false)", "wide-causal float16 128x64x2"),
+    Mutant(MMA, "if (!kStaggered || i != 0) return;", "return;", "wide-causal float16 128x64x2"),
     Mutant(MMA, "if (pending)", "if (false)", "wide-causal float16 128x64x2", 1),
     Mutant(MMA, "pending = false; continue;", "continue;", "wide-window-160 float16 128x64x2"),
     Mutant(MMA, "++part) copy_part(part);", "++part) {}", "window-5-7 float16 128x64x2"),
@@ -351,10 +369,12 @@ CHECKS = [
     Mutant(MMA, "if (!lags) multiply_pv", "multiply_pv", "wide-causal float16 128x64x2"),
     Mutant(LOADER, "row < kBlockN && column < kWidth", "column < kWidth", "many_threads", kernel=MMA),
     Mutant(LOADER, "row < kBlockN && column < kWidth", "row < kBlockN", "head_dim-40-40 float16", kernel=MMA),
-    Mutant(LOADER, "column < num_features && key", "key", "head_dim-40-40 float16", kernel=MMA),
-    Mutant(LOADER, " && key < num_keys", "", "lengths-63x65 float16", kernel=MMA),
-    Mutant(LOADER, "key_of(row) + shift;", "shift;", "lengths-63x65 float16", kernel=MMA),
-    Mutant(LOADER, "key_of(row) + shift;", "key_of(row);", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "column < num_features && valid", "valid", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, "column < num_features && valid", "column < num_features", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "key_of(row) + shift < num_keys", "shift < num_keys", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "key_of(row) + shift < num_keys", "key_of(row) < num_keys", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "kWhole ? kStaggered || num_keys > 0", "kWhole ? true", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "!kWhole || !kStaggered || num_keys > 0", "true", "wide-causal float16 128x64x2", kernel=MMA),
     Mutant(LOADER, "shift < num_keys && ", "", "head_dim-17-17 float16", kernel=MMA),
     Mutant(LOADER, " && feature < num_features", "", "head_dim-17-17 float16", kernel=MMA),
     # Its tiles of keys, none of which there may be.
@@ -362,9 +382,10 @@ CHECKS = [
            "no_visible_key; huge_offsets", kernel=MMA),
     Mutant(KEY_WALK, "max(walk.num_tiles - 1, 0)", "(walk.num_tiles - 1)", "no_visible_key", kernel=MMA),
     # Its logits: what products are added to, and the polynomial of small scores.
-    Mutant(MMA_LOGITS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
+    Mutant(MMA_ROWS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
            kernel=MMA),
-    Mutant(MMA_LOGITS, "kBiasDtype == 0 && !kHasMask", "true", "bias-mask-odd float16", kernel=MMA),
+    Mutant(MMA_ROWS, "constexpr (kBiasDtype == 0 && !kHasMask)", "constexpr (true)", "bias-mask-odd float16",
+           kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 0, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 1, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "false", "alibi", 1, kernel=MMA),
@@ -377,8 +398,12 @@ CHECKS = [
     Mutant(MMA_LOGITS, "logits.is_polynomial = __all_sync(0xffffffffu, small)", "logits.is_polynomial = true",
            "softcap", kernel=MMA),
     Mutant(MMA_LOGITS, "else if (unit.scaled)", "else if (false)", "scale-negative float16", kernel=MMA),
-    Mutant(MMA_ROWS, "kOnlySoftcap ? -1e18f : -infinity()", "-infinity()", "softcap_of_low_scores", kernel=MMA),
-    Mutant(MMA_SOFTMAX, "score == hidden_score() ? -infinity() : score", "score", "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_LOGITS, "if constexpr (!kOnlySoftcap) return -infinity();", "return -infinity();",
+           "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_LOGITS, "kSoftcapDegree == 3 && logits.is_polynomial ? -kLowestScore : kLowestScore", "kLowestScore",
+           "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "score == kLowestScore ? -infinity() : ", "", "softcap_of_low_scores", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "if (!kOnlySoftcap || !logits.is_polynomial)", "if (!kOnlySoftcap)", "softcap", kernel=MMA),
     Mutant(MMA_TOTAL, "finite_maximum(maxima.of[r])", "maxima.of[r]", "hidden_for_long", kernel=MMA),
     Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) shared[", "shared[", "wide-causal float16 64x64", kernel=MMA),
     Mutant(MMA_SOFTMAX, "if (warp.lane % 4 == 0) shared_maxima", "shared_maxima", "wide-causal float16", kernel=MMA),
@@ -390,7 +415,7 @@ CHECKS = [
     Mutant(LOGIT_UNIT, " && params.softcap <= 256", "", "extreme_softcaps", kernel=MMA),
     Mutant(LOGIT_UNIT, "unit.capped && ratio", "ratio", "extreme_softcaps", kernel=MMA),
     Mutant(LOGIT_UNIT, " && ratio <= 1e6", "", "extreme_softcaps", kernel=MMA),
-    Mutant(LOGIT_UNIT, "min(0.35, 8.6 / params.softcap)", "0.35", "softcap_of_low_scores", kernel=MMA),
+    Mutant(LOGIT_UNIT, "minimum(widest, 8.6f / softcap)", "widest", "softcap_of_low_scores", kernel=MMA),
     Mutant(LOGIT_UNIT, "multiplier >= Accumulator(1e-30) && ", "", "scale-negative float16", kernel=MMA),
     Mutant(EPILOGUE, "row && column < params.head_dim_v", "column < params.head_dim_v", "lengths-63x65 float16",
            kernel=MMA),
@@ -481,14 +506,15 @@ _BARRIER = re.compile(r"(?:__sync\w+\(\)|\b\w+\.wait\(\)|\b\w+_wait\w*\((?:[^()]
 
 FENCES = (
     (MMA_ROWS, "__syncwarp();  // one row after the other"),
-    (MMA_LOGITS, "__syncwarp(); const RowContext row = row_context"),
-    (MMA_LOGITS, "if (!kVectors) __syncwarp();"),
+    (MMA_ROWS, "__syncwarp(); const RowContext row = row_context"),
+    (MMA_ROWS, "if (!kVectors) __syncwarp();"),
+    (MMA_LOGITS, "__syncwarp();  // few at a time"),
     (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),
 )
 """Barriers that only keep the compiler from moving instructions: no thread waits for what another one does."""
 REDUNDANT = (
-    (MMA, "warp.wait();  // for the rows of Q as well"),
-    (MMA, "__syncwarp(); const int first_column"),
+    (MMA_STORE, "warp.wait();  // for the rows of Q as well"),
+    (MMA_STORE, "__syncwarp(); const int first_column"),
     (MMA_SOFTMAX, "= values; __syncwarp();"),
 )
 """Barriers that order once more what is ordered already: by the last exchange of weights, by shuffles, and for the
@@ -550,7 +576,7 @@ def test_barriers_are_found() -> None:
     for file, text in FENCES + REDUNDANT:
         assert re.search(_pattern(text), (source_folder() / file).read_text()), f"{file} has no {text!r}"
     texts = [(mutant.file, mutant.text) for mutant in _barriers()]
-    assert {(MMA, "first_warp.wait();"), (MMA, "warp.wait();"), (MMA, "same.wait();")} <= set(texts)
+    assert {(MMA, "first_warp.wait();"), (MMA_STORE, "warp.wait();"), (MMA, "same.wait();")} <= set(texts)
     assert (MMA_SOFTMAX, "warp.wait();") in texts and (MMA, "barrier_wait(15, kThreads / 2);") in texts
     assert texts.count(("forward_scalar.cu", "__syncthreads();")) == 2
     assert ("forward_scalar.cu", "cp_async_wait();") in texts

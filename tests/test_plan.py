@@ -691,10 +691,6 @@ def test_stand_ins_of_numpy_dtypes_agree() -> None:
     assert sizes == ITEMSIZE
 
 
-if __name__ == "__main__":
-    print(table(), end="")
-
-
 def test_packed_sequences_of_unknown_length_take_tall_tiles() -> None:
     long = packed(2, 16384, 16, 16, 256, "float16", causal=True)
     assert make_plan(long, H200, AUTOMATIC).tile.block_m == 128, "low tiles are for few keys"
@@ -702,3 +698,45 @@ def test_packed_sequences_of_unknown_length_take_tall_tiles() -> None:
 
 def test_heads_beyond_32_bits_are_counted_by_batch() -> None:
     assert not _heads_continue(dense(gpu((2**31, 1, 1, 8), "float16")))
+
+
+@pytest.mark.parametrize(
+    ("shape_q", "shape_k", "tile", "num_threads"),
+    [
+        ((32, 12, 77, 128), (32, 12, 4096, 128), "128x64x2", 128),
+        ((32, 12, 64, 128), (32, 12, 4096, 128), "64x64x2", 128),
+        ((1, 8, 512, 256), None, "32x64x2", 128),
+        ((1, 8, 512, 128), None, "64x64x2", 128),
+        ((2, 8, 4096, 160), (2, 8, 77, 160), "64x32", 128),
+        ((2, 8, 4096, 160), (2, 8, 512, 160), "128x64x2", 256),
+    ],
+    ids=["rows-77", "rows-64", "few-rows-wide", "few-rows", "few-keys-wide", "keys-wide"],
+)
+def test_tiles_by_what_they_are_worth(
+    shape_q: tuple[int, ...], shape_k: tuple[int, ...] | None, tile: str, num_threads: int
+) -> None:
+    """No two tiles where one is as high; low ones where the output is wide, and rows or keys are few."""
+    plan = make_plan(dense(gpu(shape_q), gpu(shape_k) if shape_k else None), H200, AUTOMATIC)
+    assert (plan.kernel, str(plan.tile), plan.tile.num_threads) == ("forward_mma", tile, num_threads)
+
+
+@pytest.mark.parametrize("capability", [86, 90])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 512])
+def test_a_name_is_that_of_one_tile(head_dim: int, capability: int) -> None:
+    names = [str(tile) for tile in KERNELS[0].tiles(square("float16", head_dim), device_of(capability))]
+    assert len(names) == len(set(names))
+
+
+def test_the_tile_of_a_name_is_the_first_in_their_order() -> None:
+    """Where one block has a multiprocessor for itself, the one with eight warps."""
+    assert make_plan(square("float16", 128), device_of(86), AUTOMATIC).tile.num_threads == 256
+
+
+def test_degree_of_softcap_is_of_the_build() -> None:
+    for softcap, degree in ((None, 0), (5, 5), (30, 3)):
+        plan = make_plan(square("float16", 64, softcap=softcap), H200, AUTOMATIC)
+        assert dict(plan.macros)["SOFTCAP"] == degree
+
+
+if __name__ == "__main__":
+    print(table(), end="")

@@ -65,6 +65,9 @@ def _tensor_core_problems(dtype: str, bias: ArrayInfo, mask: ArrayInfo) -> Itera
         yield f"{dtype}-{head_dim}/{head_dim_v}", describe_attention(x, x, v, causal=True)[0]
     for head_dim in (64, 128, 256):
         yield from _features_alone(dtype, head_dim, bias, mask)
+    if dtype == "float16":
+        x = _info((16, 16, 2048, 128), dtype)
+        yield f"{dtype}-small_softcap", describe_attention(x, x, x, softcap=5.0)[0]
 
 
 def representative_problems(*, tensor_cores: bool) -> dict[str, Problem]:

@@ -71,7 +71,8 @@ constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;
-constexpr bool kHasSoftcap = CUFLASH_SOFTCAP;
+constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
+constexpr bool kHasSoftcap = kSoftcapDegree != 0;
 constexpr bool kVarlen = CUFLASH_VARLEN;
 // Partial results to combine lie one behind the other in one array; otherwise each is an array of its own.
 constexpr bool kStacked = CUFLASH_STACKED;

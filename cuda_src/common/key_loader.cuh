@@ -42,19 +42,20 @@ struct TileCopy {
     __device__ __forceinline__ void previous_tile(const Strides& strides) { source -= kBlockN * strides.row; }
 
     // Copies one of kParts parts. Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN.
-    // `kWhole`: there are none such, or no others.
+    // `kWhole`: there are none such, or no others, and then staggered blocks write nothing.
     template <bool kWhole, int kParts>
     __device__ __forceinline__ void load(const Strides& strides, int stage, int num_keys, int part) const {
+        const bool wanted = !kWhole || !kStaggered || num_keys > 0;
         if constexpr (kVectorLoads) {
 #pragma unroll
             for (int pass = 0; pass < kBlockN; pass += kStep) {
                 const int shift = key_of(pass);
-                const int key = kWhole ? 0 : key_of(row) + shift;
+                const bool valid = kWhole ? kStaggered || num_keys > 0 : key_of(row) + shift < num_keys;
                 if (pass * kParts / kBlockN == part && (kAllWork || (row < kBlockN && column < kWidth)))
-                    cp_async_16(target + stage * kStageBytes + pass * 2 * kPitch, source + shift * strides.row,
-                                column < num_features && key < num_keys);
+                    cp_async_16_if(wanted, target + stage * kStageBytes + pass * 2 * kPitch,
+                                   source + shift * strides.row, column < num_features && valid);
             }
-        } else if (part == 0) {
+        } else if (part == 0 && wanted) {
 #pragma unroll 4
             for (int element = thread; element < kBlockN * kWidth; element += kLoaders) {
                 const int idx = element / kWidth, feature = element % kWidth, shift = key_of(idx);

@@ -30,4 +30,14 @@ __device__ __forceinline__ KeyWalk key_walk(const TileKeys& keys) {
     return walk;
 }
 
+// The type of a walk that a thread keeps in registers, or else reads where the block has it.
+template <bool kInRegisters>
+struct WalkKeeper {
+    using Type = KeyWalk;
+};
+template <>
+struct WalkKeeper<false> {
+    using Type = const KeyWalk&;
+};
+
 }  // namespace cuflash

@@ -9,13 +9,14 @@ namespace cuflash {
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {
     bool scaled;                  // scores are multiplied by the scale before anything else
+    Accumulator zero;             // which only the running kernel knows, see begin_scores
     bool capped;                  // softcap is small enough for its fast form
     Accumulator factor;           // of natural logits
     Accumulator multiplier;       // factor * log2(e)
     Accumulator inverse;          // 1 / factor
     Accumulator softcap_in_bits;  // 2 log2(e) scale / softcap
     Accumulator small;            // scores up to this size are capped by the polynomial, below 0: none
-    Accumulator odd[3];           // score (odd[0] + score^2 (odd[1] + score^2 odd[2])) is the capped one
+    Accumulator odd[3];  // score (odd[0] + score^2 (odd[1] + score^2 odd[2])) is the capped one; odd[2] may be 0
     ScoreScale scale;
 };
 
@@ -33,17 +34,22 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         }
         const double ratio = params.scale / params.softcap;
         unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * ratio);
-        // tanh(x) up to |x| = limit <= 0.35, to 6e-7: its series, with the terms of degree 7 and 9 replaced by the
-        // nearest polynomials of lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of
-        // float16 relative to any of them.
-        const double limit = min(0.35, 8.6 / params.softcap), square = limit * limit;
+        // tanh(x) up to |x| = limit: its series, with the terms of higher degree replaced by the nearest polynomials of
+        // lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of float16 relative to any of
+        // them. Degree 5 errs by 6e-7 up to 0.35, degree 3 by limit^5 / 120: 2^-15 of a logit.
+        constexpr float kLargestError = 1.0f / (1 << 15);
+        const float softcap = static_cast<float>(params.softcap);
+        const float widest = kSoftcapDegree == 3 ? exponential(0.2f * logarithm(120 * kLargestError / softcap)) : 0.35f;
+        const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
         const bool exact = unit.capped && ratio >= 1e-6 && ratio <= 1e6;
         unit.small = static_cast<Accumulator>(exact ? limit / ratio : -1);
         const double ninth = 62.0 / 2835 * square * square,
                      seventh = (-17.0 / 315 + 2.25 * 62 / 2835 * square) * square;
-        const double odd[] = {1 + (0.109375 * seventh - 0.03515625 * ninth) * square * square,
-                              -1.0 / 3 + (-0.875 * seventh + 0.46875 * ninth) * square,
-                              2.0 / 15 + 1.75 * seventh - 1.6875 * ninth};
+        double odd[] = {1 + (0.109375 * seventh - 0.03515625 * ninth) * square * square,
+                        -1.0 / 3 + (-0.875 * seventh + 0.46875 * ninth) * square,
+                        2.0 / 15 + 1.75 * seventh - 1.6875 * ninth};
+        if (kSoftcapDegree == 3)
+            odd[0] -= 0.3125 * odd[2] * square * square, odd[1] += 1.25 * odd[2] * square, odd[2] = 0;
         double power = ratio;
         for (int i = 0; i < 3; ++i, power *= ratio * ratio) unit.odd[i] = static_cast<Accumulator>(odd[i] * power);
     } else {
@@ -59,14 +65,23 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
     return unit;
 }
 
+// The capped score, in the unit where nothing is added to it. `kFast`: unit.capped.
+template <bool kFast>
+__device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accumulator score) {
+    // tanh(x) = 1 - 2 / (exp(2 x) + 1), to 2e-7 of 1
+    const float power = exp2_approximate(score * unit.softcap_in_bits);
+    const float capped = multiply_add(-2.0f, reciprocal_approximate(power + 1), 1.0f);
+    if constexpr (kFast) return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
+    // to 3e-7 of itself, by its series where it is small
+    const float x = score * unit.scale.scale * unit.scale.inverse_softcap, square = x * x;
+    float series = multiply_add(square, 62.0f / 2835, -17.0f / 315);
+    series = multiply_add(square, series, 2.0f / 15);
+    series = multiply_add(square, series, -1.0f / 3);
+    return unit.scale.softcap * (absolute(x) < 0.35f ? multiply_add(x * square, series, x) : capped);
+}
+
 __device__ __forceinline__ Accumulator unit_score(const LogitUnit& unit, Accumulator score) {
-    if constexpr (kHasSoftcap) {
-        if (!unit.capped) return scaled_score(unit.scale, score) * unit.inverse;
-        // tanh(x) = 1 - 2 / (exp(2 x) + 1), to 2e-7 of 1
-        const float power = exp2_approximate(score * unit.softcap_in_bits);
-        const float capped = multiply_add(-2.0f, reciprocal_approximate(power + 1), 1.0f);
-        return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
-    }
+    if constexpr (kHasSoftcap) return unit.capped ? capped_score<true>(unit, score) : capped_score<false>(unit, score);
     return unit.scaled ? score * unit.scale.scale : score;
 }
 

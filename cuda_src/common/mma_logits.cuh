@@ -13,40 +13,24 @@ namespace cuflash {
 // What is left to do with the scores of a tile.
 struct TileLogits {
     RowValues shift;     // kOnlyAlibi: to be added
-    bool is_polynomial;  // kOnlySoftcap: of the score, see LogitUnit::odd
+    float odd[3];        // kOnlySoftcap: the logit as a polynomial of the score, see LogitUnit::odd
+    bool is_polynomial;  // more than the score itself
     RowValues largest;   // then: the lane's largest size of a score, a reference as good as the largest score
 };
 
-// Scores become logits, by all that they need beside the scores. `kVectors` asks for what has_vectors<kRun> has found
-// in all rows.
-template <bool kVectors>
-__device__ __forceinline__ void add_row_logits(const AttentionParams& params, const TileMap& tile,
-                                               const LogitUnit& unit, const TileRow* rows, long long n_begin, int lane,
-                                               Scores& scores) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        __syncwarp();
-        const RowContext row = row_context(params, tile, rows[row_of(r, lane)].logit, n_begin);
-        constexpr int kAtOnce = kVectors ? kRun : 2;
-#pragma unroll
-        for (int i = 0; i < kColumns; i += kAtOnce) {
-            if (!kVectors) __syncwarp();  // addresses of elements take registers as well
-            float logits[kAtOnce];
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) logits[e] = unit_score(unit, at(scores, r, i + e));
-            scores_to_row_logits<kVectors>(params, row, column_of(i, lane), logits);
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) at(scores, r, i + e) = logits[e];
-        }
-    }
+// What a score is multiplied by.
+__device__ __forceinline__ float capped_factor(const TileLogits& logits, float square) {
+    const float (&odd)[3] = logits.odd;
+    return multiply_add(square, kSoftcapDegree == 3 ? odd[1] : multiply_add(square, odd[2], odd[1]), odd[0]);
 }
 
-// Whether all the warp's rows have bias and mask in vectors for this tile.
-__device__ __forceinline__ bool rows_have_vectors(const AttentionParams& params, const TileMap& tile,
-                                                  const TileRow* rows, long long n_begin, int lane) {
-    if constexpr (kBiasDtype == 0 && !kHasMask) return true;
-    const RowContext row = row_context(params, tile, rows[lane % kRowsPerWarp].logit, n_begin);
-    return __all_sync(0xffffffffu, has_vectors<kRun>(params, row));
+constexpr float kLowestScore = -1e18f;
+
+// A score whose weight is 0. With softcap it will be squared, and comes with the sign that the polynomial's last term
+// makes low.
+__device__ __forceinline__ float hidden_score(const TileLogits& logits) {
+    if constexpr (!kOnlySoftcap) return -infinity();
+    return kSoftcapDegree == 3 && logits.is_polynomial ? -kLowestScore : kLowestScore;
 }
 
 // What the products of a tile are added to.
@@ -83,20 +67,32 @@ __device__ __forceinline__ void begin_scores(const LogitUnit& unit, const TileRo
         }
         return;
     }
+    // A known 0 would be where the other values begin, too: an instruction for each of them.
+    const float zero = kOnlyAlibi ? unit.zero : 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) at(scores, r, i) = 0;
+        for (int i = 0; i < kColumns; ++i) at(scores, r, i) = zero;
     }
 }
 
-// What becomes of the products before keys are hidden. `at_edge`: some will be.
+template <bool kFast>
+__device__ __forceinline__ void cap_scores(const LogitUnit& unit, Scores& scores) {
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+        __syncwarp();  // few at a time: together they take more registers than there are
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) at(scores, r, i) = capped_score<kFast>(unit, at(scores, r, i));
+    }
+}
+
+// What becomes of the products before keys are hidden.
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
                                                  const LogitUnit& unit, const TileRow* rows, long long n_begin,
-                                                 int lane, bool at_edge, Scores& scores, TileLogits& logits) {
+                                                 int lane, Scores& scores, TileLogits& logits) {
     logits.is_polynomial = false;
     if constexpr (kOnlySoftcap) {
-        bool small = !at_edge;
+        bool small = true;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -107,12 +103,11 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
             small &= logits.largest.of[r] <= unit.small;
         }
         logits.is_polynomial = __all_sync(0xffffffffu, small);
+#pragma unroll
+        for (int i = 0; i < 3; ++i) logits.odd[i] = logits.is_polynomial ? unit.odd[i] : i == 0;
         if (logits.is_polynomial) return;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) at(scores, r, i) = unit_score(unit, at(scores, r, i));
-        }
+        if (unit.capped) cap_scores<true>(unit, scores);
+        else cap_scores<false>(unit, scores);
     } else if constexpr (kPerRow) {
         if (kOnlyAlibi && !unit.scaled) return;
         if (rows_have_vectors(params, tile, rows, n_begin, lane))

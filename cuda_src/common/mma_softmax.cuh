@@ -45,30 +45,31 @@ struct RowStates {
     }
 };
 
-// The logit of the row's largest score.
-__device__ __forceinline__ float logit_of_maximum(const LogitUnit& unit, const TileLogits& logits, int r, float score) {
-    if constexpr (kOnlyAlibi) return score + logits.shift.of[r];
+// The largest logit of a row, from the largest score of the lane's keys.
+__device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, float score) {
+    if constexpr (kOnlyAlibi) score += logits.shift.of[r];
+    score = quad_maximum(score);
     if constexpr (!kOnlySoftcap) return score;
-    if (!logits.is_polynomial) return score == hidden_score() ? -infinity() : score;
-    const float square = score * score;
-    return score * multiply_add(square, multiply_add(square, unit.odd[2], unit.odd[1]), unit.odd[0]);
+    // Without a branch: one for each row would keep them from being worked on together.
+    return score == kLowestScore ? -infinity() : score * capped_factor(logits, score * score);
 }
 
 // Scores become weights relative to the maxima of `states`, to which O is rescaled where they have outgrown it.
-__device__ __forceinline__ void scores_to_weights(Scores& scores, float multiplier, const LogitUnit& unit,
-                                                  const TileLogits& logits, RowStates& states, Output& o,
-                                                  Exchange& exchange, const Warp& warp) {
-    RowValues maxima = states.maxima(warp), largest;
+__device__ __forceinline__ void scores_to_weights(Scores& scores, float multiplier, TileLogits& logits,
+                                                  RowStates& states, Output& o, Exchange& exchange, const Warp& warp) {
+    RowValues maxima = states.maxima(warp), largest = logits.largest;
     bool outgrown = false;
+    if (!kOnlySoftcap || !logits.is_polynomial) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            largest.of[r] = at(scores, r, 0);
+#pragma unroll
+            for (int i = 1; i < kColumns; ++i) largest.of[r] = maximum(largest.of[r], at(scores, r, i));
+        }
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        float row_max = logits.largest.of[r];
-        if (!kOnlySoftcap || !logits.is_polynomial) {
-            row_max = at(scores, r, 0);
-#pragma unroll
-            for (int i = 1; i < kColumns; ++i) row_max = maximum(row_max, at(scores, r, i));
-        }
-        largest.of[r] = maximum(maxima.of[r], quad_maximum(logit_of_maximum(unit, logits, r, row_max)));
+        largest.of[r] = maximum(maxima.of[r], largest_logit(logits, r, largest.of[r]));
         outgrown |= (largest.of[r] - maxima.of[r]) * multiplier > kSlackBits;
     }
     if (warp.any(outgrown)) {
@@ -110,22 +111,16 @@ __device__ __forceinline__ void scores_to_weights(Scores& scores, float multipli
             for (int i = 0; i < kColumns; ++i) at(scores, r, i) += maxima.of[r];
         }
     }
-    const bool is_polynomial = kOnlySoftcap && logits.is_polynomial;
-    const float factor = is_polynomial ? unit.odd[0] * multiplier : multiplier;
-    const float factor_3 = is_polynomial ? unit.odd[1] * multiplier : 0;
-    const float factor_5 = is_polynomial ? unit.odd[2] * multiplier : 0;
+#pragma unroll
+    for (float& factor : logits.odd) factor *= multiplier;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         float sums[2] = {};
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float& score = at(scores, r, i);
-            float factor_of_score = factor;
-            if constexpr (kOnlySoftcap) {
-                const float square = score * score;
-                factor_of_score = multiply_add(square, multiply_add(square, factor_5, factor_3), factor);
-            }
-            score = exp2_approximate(multiply_add(score, factor_of_score, offsets.of[r]));
+            const float factor = kOnlySoftcap ? capped_factor(logits, score * score) : multiplier;
+            score = exp2_approximate(multiply_add(score, factor, offsets.of[r]));
             sums[i % 2] += score;
         }
         states.row_sum.of[r] += sums[0] + sums[1];

@@ -46,6 +46,11 @@ __device__ __forceinline__ Row row_at(const AttentionParams& params, const TileE
     return {query, static_cast<int>(row - query * params.packed_heads), row < tile.num_rows};
 }
 
+// Rows from `row` on that the sequence has, as far as a tile reaches.
+__device__ __forceinline__ int rows_left(const TileExtent& tile, long long row) {
+    return static_cast<int>(min(tile.num_rows - row, static_cast<long long>(kBlockM)));
+}
+
 __device__ __forceinline__ int head_tiles(const AttentionParams& params) {
     return params.packed_heads == 1 ? params.num_heads_q : params.num_heads_q / params.packed_heads;
 }

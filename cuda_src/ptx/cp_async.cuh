@@ -10,7 +10,18 @@ namespace cuflash {
 // newer.)
 __device__ __forceinline__ void cp_async_16(SharedAddress target, const void* source, bool valid) {
     const int num_bytes = valid ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(num_bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(num_bytes)
+                 : "memory");
+}
+
+// The same if `wanted`, without a branch: one between the products of a loop would separate them.
+__device__ __forceinline__ void cp_async_16_if(bool wanted, SharedAddress target, const void* source, bool valid) {
+    const int num_bytes = valid ? 16 : 0;
+    asm volatile(
+        "{ .reg .pred p; setp.ne.s32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2; }" ::"r"(
+            target),
+        "l"(source), "r"(num_bytes), "r"(static_cast<int>(wanted))
+        : "memory");
 }
 
 // The same, with a plain copy before sm_80.

@@ -1,0 +1,84 @@
+// The rows of a tile for mma.sync, at the beginning: their queries on the way to shared memory, and what is looked up
+// for each of them.
+#pragma once
+
+#include "common/mma_rows.cuh"
+#include "ptx/cp_async.cuh"
+
+namespace cuflash {
+
+// The warp's part of the rows of Q: loaded by it, and looked up, one per lane.
+struct OwnRows {
+    static constexpr int kCount = kRowsPerWarp / kShare;
+    int first;  // of the tile
+
+    __device__ __forceinline__ explicit OwnRows(const Warp& warp) : first(warp.first_row + warp.share * kCount) {}
+};
+
+__device__ __forceinline__ const char* query_address(const AttentionParams& params, const TileMap& tile, int tile_row) {
+    const Row row = row_at(params, tile, tile_row);
+    return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
+}
+
+// Loads the queries of the warp's own rows into `rows` of the tile.
+__device__ __forceinline__ void copy_queries(const AttentionParams& params, const TileMap& tile,
+                                             Element (*rows)[kPitchQ], const Warp& warp) {
+    const OwnRows own(warp);
+    if constexpr (kVectorLoads) {
+        constexpr int kVectors = kHeadDim / 8;
+        constexpr int kLanes = kVectors < 32 ? power_of_two_above(kVectors) : 32;
+        constexpr int kAtOnce = 32 / kLanes;
+        const int own_row = warp.lane / kLanes, own_column = warp.lane % kLanes * 8;
+        if (kAtOnce > OwnRows::kCount && own_row >= OwnRows::kCount) return;
+        const SharedAddress target = shared_address(rows[own.first]) + own_row * kRowBytesQ + own_column * 2;
+        const auto copy = [&](int pass, const char* source, bool valid) {
+#pragma unroll
+            for (int column = 0; column < kHeadDim; column += kLanes * 8) {
+                if (own_column + column < kHeadDim)
+                    cp_async_16(target + pass * kRowBytesQ + column * 2, source + (own_column + column) * 2,
+                                valid && own_column + column < params.head_dim);
+            }
+        };
+        if (params.packed_heads == 1) {
+            const long long query = tile.row_begin + own.first + own_row;
+            const char* source = tile.q + query * params.q_strides.row;
+            const int num_rows = rows_left(tile, query);
+#pragma unroll
+            for (int pass = 0; pass < OwnRows::kCount; pass += kAtOnce) {
+                copy(pass, source, pass < num_rows);
+                source += kAtOnce * params.q_strides.row;
+            }
+        } else {
+#pragma unroll 1
+            for (int pass = 0; pass < OwnRows::kCount; pass += kAtOnce) {
+                const char* source = query_address(params, tile, own.first + own_row + pass);
+                copy(pass, source, source != nullptr);
+            }
+        }
+    } else {
+#pragma unroll 4
+        for (int element = warp.lane; element < OwnRows::kCount * kHeadDim; element += 32) {
+            const int row = element / kHeadDim, column = element % kHeadDim;
+            const char* source = query_address(params, tile, own.first + row);
+            const bool valid = source != nullptr && column < params.head_dim;
+            rows[own.first + row][column] =
+                valid ? load_bits<Element>(source + column * params.q_strides.column) : Element(0);
+        }
+    }
+}
+
+// Looks up the warp's own rows for all warps that share them. `any_keys`: the block has some to walk through.
+__device__ __forceinline__ void look_up_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
+                                             bool any_keys, TileRow* rows, const Warp& warp) {
+    if (warp.lane >= OwnRows::kCount) return;
+    const int tile_row = OwnRows(warp).first + warp.lane;
+    const Row row = row_at(params, tile, tile_row);
+    rows[tile_row].visible = row.valid ? visible_keys(params, tile, row.query) : KeyRange{0, 0};
+    // Rows that see no key may belong to no sequence, which has no slopes.
+    if (kPerRow && any_keys) {
+        LogitRow& logit = rows[tile_row].logit = logit_row(params, tile, tile_row);
+        logit.alibi_slope *= unit.inverse;
+    }
+}
+
+}  // namespace cuflash

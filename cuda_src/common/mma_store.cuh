@@ -1,0 +1,89 @@
+// The rows of a tile for mma.sync, at the end: normalised, converted and stored.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/mma_softmax.cuh"
+
+namespace cuflash {
+
+template <typename T>
+__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
+}
+
+// Stores lse and output of the warp's rows, `rows` being those of Q. Each lane finishes one row; 16-bit output passes
+// through the rows of Q, so that neighbouring lanes store neighbouring vectors.
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
+                                           const RowStates& states, Output& o, Exchange& exchange,
+                                           Element (*rows)[kPitchQ], const Warp& warp) {
+    const int lane = warp.lane;
+    const RowValues maxima = states.maxima(warp);
+    float row_max = 0, row_sum = 0;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        float sum = states.row_sum.of[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float maximum_of_row = __shfl_sync(0xffffffffu, maxima.of[r], lane % 8 * 4);
+        const float sum_of_row = __shfl_sync(0xffffffffu, sum, lane % 8 * 4);
+        if (lane / 8 == r) row_max = maximum_of_row, row_sum = sum_of_row;
+    }
+    if constexpr (kShare > 1) {
+        float (&sums)[kShare][32] = exchange[warp.group];
+        warp.wait();  // for the rows of Q as well
+        sums[warp.share][lane] = row_sum;
+        warp.wait();
+        row_sum = sums[0][lane] + sums[1][lane];
+    }
+    char* address = nullptr;
+    float factor = 0;
+    const Row row = row_at(params, tile, warp.first_row + lane);
+    if (lane < kRowsPerWarp && row.valid) {
+        const FinishedRow finished = finish_row(params, tile, row, row_max * unit.factor, row_sum * kReferenceUnit);
+        factor = finished.multiplier / finished.divisor * kReferenceUnit;
+        if (warp.share == 0) store_lse(params, tile, row, finished.lse);
+        address = output_row(params, tile, row);
+    }
+    __syncwarp();
+    const int first_column = warp.share * kWarpFeatures;
+    Element(*const staging)[kPitchQ] = &rows[warp.first_row];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const float row_factor = __shfl_sync(0xffffffffu, factor, row_of(r, lane));
+        char* const row_address = address_of_lane(address, row_of(r, lane));
+#pragma unroll
+        for (int f = 0; f < kFeatureTiles; ++f) {
+            const int column = first_column + f * 8 + lane % 4 * 2;
+            const float values[2] = {at(o, r, 2 * f) * row_factor, at(o, r, 2 * f + 1) * row_factor};
+            if constexpr (sizeof(OutElement) == 2)
+                *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
+            else if (row_address) store_output(params, row_address, column, values);
+        }
+    }
+    if constexpr (sizeof(OutElement) == 2) {
+        constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors), kAtOnce = 32 / kLanes;
+        const int own_row = lane / kLanes, column = first_column + lane % kLanes * 8;
+        const auto store = [&](int pass, char* row_address) {
+            if (kLanes == kVectors || lane % kLanes < kVectors)
+                store_elements(params, row_address, column,
+                               *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
+        };
+        __syncwarp();
+        if (params.packed_heads == 1) {
+            const long long query = tile.row_begin + warp.first_row + own_row;
+            char* row_address = tile.out + query * params.out_strides.row;
+            const int num_rows = rows_left(tile, query);
+#pragma unroll 8
+            for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) {
+                store(pass, pass < num_rows ? row_address : nullptr);
+                row_address += kAtOnce * params.out_strides.row;
+            }
+        } else {
+#pragma unroll 1
+            for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce)
+                store(pass, address_of_lane(address, pass + own_row));
+        }
+    }
+}
+
+}  // namespace cuflash
