@@ -51,6 +51,8 @@ class KernelSpec(NamedTuple):
     """Keys that a tile must see to be split."""
     latency_bound: bool = False
     """Whether a tile of 64 rows takes as long as a lower one: lower ones, spread over more blocks, gain nothing."""
+    caps_by_polynomial: bool = False
+    """Whether softcap is a polynomial of small scores, whose degree the kernel is compiled for."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -114,6 +116,7 @@ KERNELS = (
         min_blocks=mma_min_blocks,
         splits_from=3 * MIN_KEYS_PER_SPLIT,
         latency_bound=True,
+        caps_by_polynomial=True,
         rounds_weights=True,
     ),
     KernelSpec(
@@ -150,11 +153,13 @@ KERNELS = (
 def softcap_degree(problem: Problem) -> int:
     """Degree of the polynomial that caps scores as long as they are small; 0 without softcap.
 
-    Degree 3 is exact enough for scores up to 5 if softcap is 30, and degree 5 for more.
+    Degree 3 is exact enough for scores up to 5 if softcap is 30, and degree 5 for more. Beside other features there is
+    no polynomial, and one build serves every softcap.
     """
     if problem.softcap == 0:
         return 0
-    return 3 if problem.softcap >= 30 else 5
+    alone = problem.bias is None and problem.mask is None and problem.alibi_slopes is None
+    return 3 if alone and problem.softcap >= 30 else 5
 
 
 HELPERS = ("combine",)

@@ -331,7 +331,7 @@ def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alig
         ("MIN_BLOCKS", spec.min_blocks(problem, tile, device)),
         ("MASK", int(problem.mask is not None)),
         ("ALIBI", int(problem.alibi_slopes is not None)),
-        ("SOFTCAP", softcap_degree(problem)),
+        ("SOFTCAP", softcap_degree(problem) if spec.caps_by_polynomial else int(problem.softcap != 0)),
         ("VARLEN", int(problem.op == "attention_varlen")),
         ("ALIGNMENT", alignment),
     )

@@ -733,9 +733,15 @@ def test_the_tile_of_a_name_is_the_first_in_their_order() -> None:
 
 
 def test_degree_of_softcap_is_of_the_build() -> None:
-    for softcap, degree in ((None, 0), (5, 5), (30, 3)):
-        plan = make_plan(square("float16", 64, softcap=softcap), H200, AUTOMATIC)
-        assert dict(plan.macros)["SOFTCAP"] == degree
+    """Where there is a polynomial: other kernels and other features need no second build."""
+
+    def degrees(kernel: str, **options: Any) -> list[Any]:
+        problems = (square("float16", 64, softcap=softcap, **options) for softcap in (None, 5, 30))
+        return [dict(make_plan(x, H200, Settings(kernel, "", False)).macros)["SOFTCAP"] for x in problems]
+
+    assert degrees("forward_mma") == [0, 5, 3]
+    assert degrees("forward_mma", mask=gpu((4096,), "bool")) == [0, 5, 5]
+    assert degrees("forward_wmma") == degrees("forward_scalar") == [0, 1, 1]
 
 
 if __name__ == "__main__":

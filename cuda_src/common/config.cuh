@@ -43,7 +43,7 @@
 #ifndef CUFLASH_ALIBI
 #define CUFLASH_ALIBI 0
 #endif
-#ifndef CUFLASH_SOFTCAP
+#ifndef CUFLASH_SOFTCAP  // 0: the call has none; else, where small scores are capped by a polynomial, its degree
 #define CUFLASH_SOFTCAP 0
 #endif
 #ifndef CUFLASH_VARLEN
