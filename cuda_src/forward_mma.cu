@@ -100,6 +100,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     if (!lags) next_k.template load<false, 1>(k_strides, 0, walk.last_keys, 0);
     if constexpr (kStages > 1 && !kStaggered) next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
     cp_async_commit();
+    if constexpr (kStages == 1) {  // the first keys are multiplied while these arrive
+        next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
+        cp_async_commit();
+    }
     look_up_rows(params, tile, shared.unit, walk.num_tiles > 0, shared.rows, first_warp);
     // Staggered blocks are alone on a multiprocessor: they multiply the first keys while the first values arrive.
     const auto first_values_arrive = [](int i) {
@@ -108,7 +112,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         __syncthreads();
     };
     if constexpr (kKeepQ) {
-        cp_async_wait_group<1>();
+        cp_async_wait_group<kStages == 1 ? 2 : 1>();
         first_warp.wait();
 #pragma unroll
         for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q(first_warp), step);
@@ -130,7 +134,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
                 next_v.previous_tile(params.v_strides);
             }
             const SharedAddress q = lane_q(warp), k = lane_k(warp, stage);
-            cp_async_wait();
+            if (kStages == 1 && i == 0) cp_async_wait_group<1>();
+            else cp_async_wait();
             __syncthreads();
             if constexpr (kStaggered) {
                 if (lags) {
@@ -145,8 +150,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             }
             const auto copy_part = [&](int part) {
                 if constexpr (kStages == 1) {
-                    next_v.template load<false, kEarlySteps<kStepsK>>(params.v_strides, 0,
-                                                                      i == 0 ? walk.last_keys : kBlockN, part);
+                    next_v.template load<true, kEarlySteps<kStepsK>>(params.v_strides, 0, i == 0 ? 0 : kBlockN, part);
                 } else {
                     next_k.template load<true, kStepsK>(k_strides, next_stage, next_keys, part);
                     if constexpr (!kStaggered)
@@ -192,6 +196,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             };
             if (!lags) multiply_pv(o, weights, p, v, copy_k_part);
         } while ((++i & (kTilesPerSum - 1)) != 0 && i < walk.num_tiles);
+        // Else it would be known from where this loop began, for which a register would be taken throughout.
+        if constexpr (kFewRegisters && kPerRow) i = unknown(i);
         if (i > kTilesPerSum) add_total(o, total, states.maxima(warp_of_tile()), multiplier);
         if (i < walk.num_tiles) restart(o, total, states.maxima(warp_of_tile()));
     }

@@ -23,7 +23,8 @@ def mma_shared_memory(problem: Problem, tile: Tile) -> int:
     shared = _warps_per_row(problem) > 1
     elements += (tile.block_m if shared else 1) * (tile.block_n + 8)
     rows, output, _ = _mma_registers(problem, tile)
-    few_registers = tile.stages == 1 or _has_arrays(problem) or (not shared and output >= 112)
+    arrays = _has_arrays(problem)
+    few_registers = tile.stages == 1 or (arrays if shared else output >= (80 if arrays else 112))
     maxima = rows * 4 * (tile.num_threads // 32 if few_registers else 1)
     exchange = tile.num_threads * 4 if shared else 128
     return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 56, 16)

@@ -5,6 +5,7 @@ Functions take an emulator, as tests/test_mutations.py calls them with changed s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,11 @@ def alibi(emulator: Emulator, **options: Any) -> None:
         assert_right(emulator, q, k, v, alibi_slopes=slopes, query_offset=offsets[:, np.newaxis], **options)
 
 
+def alibi_with_few_registers(emulator: Emulator, **options: Any) -> None:
+    """One buffer for keys and values stands for tiles that take nearly all registers."""
+    alibi(pinned(emulator, "64x64"), **options)
+
+
 def alibi_scales(emulator: Emulator) -> None:
     """Scales that no unit of logits can have."""
     for scale in (0, 1e-35, -0.3):
@@ -140,8 +146,9 @@ def test_steps_of_heads(name: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": (40, 10)}, {"causal": True}], ids=["all", "window", "causal"])
-def test_alibi_alone(options: dict[str, Any]) -> None:
-    alibi(Emulator("forward_mma"), **options)
+@pytest.mark.parametrize("run_alibi", [alibi, alibi_with_few_registers])
+def test_alibi_alone(run_alibi: Callable[..., None], options: dict[str, Any]) -> None:
+    run_alibi(Emulator("forward_mma"), **options)
 
 
 def test_alibi_with_scales_beyond_the_unit() -> None:

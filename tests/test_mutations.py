@@ -17,7 +17,15 @@ import pytest
 from cases import CASES_BY_NAME
 from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
 from test_cpu_cuda import MALFORMED, malformed
-from test_forward_mma import alibi, alibi_scales, softcap, softcap_of_low_scores, steps_of_heads, turns
+from test_forward_mma import (
+    alibi,
+    alibi_scales,
+    alibi_with_few_registers,
+    softcap,
+    softcap_of_low_scores,
+    steps_of_heads,
+    turns,
+)
 
 from cuflash import attention, reference
 from cuflash.compile import source_folder
@@ -220,6 +228,7 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "turns": turns,
     "steps_of_heads": steps_of_heads,
     "alibi": alibi,
+    "alibi_few": alibi_with_few_registers,
     "alibi_scales": alibi_scales,
     "softcap": softcap,
     "softcap_of_low_scores": softcap_of_low_scores,
@@ -243,10 +252,10 @@ LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
 MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, DENSE = (
     f"common/{name}.cuh" for name in ("mma_warp", "mma_rows", "mma_logits", "mma_total", "key_walk", "dense")
 )
-MMA_QUERIES, MMA_STORE = "common/mma_queries.cuh", "common/mma_store.cuh"
+MMA_QUERIES, MMA_STORE, MMA_ALIBI = (f"common/{name}.cuh" for name in ("mma_queries", "mma_store", "mma_alibi"))
 _OF_MMA = (
     LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, MMA_QUERIES,
-    MMA_STORE,
+    MMA_STORE, MMA_ALIBI,
 )  # fmt: skip
 KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys(_OF_MMA, MMA)}
 """Headers of one kernel alone."""
@@ -344,13 +353,15 @@ CHECKS = [
     Mutant(MMA, "if (i > kTilesPerSum) add_total", "if (false) add_total", "keys-9000 float16"),
     Mutant(MMA, "if (i < walk.num_tiles) restart", "restart", "keys-8192 float16"),
     Mutant(MMA, "i + 1 < walk.num_tiles ? kBlockN : 0", "kBlockN", "lengths-63x65 float16"),
-    Mutant(MMA, "i == 0 ? walk.last_keys : kBlockN", "kBlockN", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "i == 0 ? 0 : kBlockN", "kBlockN", "causal-200x131 float16 64x64"),
+    Mutant(MMA, "kStages == 1 && i == 0", "kStages == 1", "causal-200x131 float16 64x64"),
     Mutant(MMA, "kStages > 1 ? i + 1 : i", "i + 1", "causal-200x131 float16 64x64"),
-    Mutant(MMA, "kStages > 1 ? i + 1 : i", "i", "bias-float32 float16 64x64x2"),
+    Mutant(MMA, "kStages > 1 ? i + 1 : i", "i", "head_dim-128-128 float16 128x64x2"),
     Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 0),
     Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 1),
     Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 2),
-    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (true)", "causal-200x131 float16 128x64x2", 2),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (false)", "causal-200x131 float16 64x64", 3),
+    Mutant(MMA, "if constexpr (kStages == 1)", "if constexpr (true)", "causal-200x131 float16 128x64x2", 3),
     Mutant(MMA, "if constexpr (kStages > 1 && !kStaggered)", "if constexpr (kStages > 1)",
            "wide-causal float16 128x64x2"),
     Mutant(MMA, "if constexpr (!kStaggered) next_v", "next_v", "wide-causal float16 128x64x2"),
@@ -367,14 +378,16 @@ CHECKS = [
     Mutant(MMA, "++part) copy_part(part);", "++part) {}", "window-5-7 float16 128x64x2"),
     Mutant(MMA, "pending = lags;", "pending = false;", "wide-causal float16 128x64x2"),
     Mutant(MMA, "if (!lags) multiply_pv", "multiply_pv", "wide-causal float16 128x64x2"),
-    Mutant(LOADER, "row < kBlockN && column < kWidth", "column < kWidth", "many_threads", kernel=MMA),
-    Mutant(LOADER, "row < kBlockN && column < kWidth", "row < kBlockN", "head_dim-40-40 float16", kernel=MMA),
+    Mutant(LOADER, "row < kBlockN && column + first_column < kWidth", "column + first_column < kWidth", "many_threads",
+           kernel=MMA),
+    Mutant(LOADER, "row < kBlockN && column + first_column < kWidth", "row < kBlockN", "head_dim-40-40 float16",
+           kernel=MMA),
     Mutant(LOADER, "column < num_features && valid", "valid", "head_dim-40-40 float16", kernel=MMA),
     Mutant(LOADER, "column < num_features && valid", "column < num_features", "lengths-63x65 float16", kernel=MMA),
     Mutant(LOADER, "key_of(row) + shift < num_keys", "shift < num_keys", "lengths-63x65 float16", kernel=MMA),
     Mutant(LOADER, "key_of(row) + shift < num_keys", "key_of(row) < num_keys", "lengths-63x65 float16", kernel=MMA),
-    Mutant(LOADER, "kWhole ? kStaggered || num_keys > 0", "kWhole ? true", "lengths-63x65 float16", kernel=MMA),
-    Mutant(LOADER, "!kWhole || !kStaggered || num_keys > 0", "true", "wide-causal float16 128x64x2", kernel=MMA),
+    Mutant(LOADER, "kWhole ? kSkips || num_keys > 0", "kWhole ? true", "lengths-63x65 float16", kernel=MMA),
+    Mutant(LOADER, "!kWhole || !kSkips || num_keys > 0", "true", "wide-causal float16 128x64x2", kernel=MMA),
     Mutant(LOADER, "shift < num_keys && ", "", "head_dim-17-17 float16", kernel=MMA),
     Mutant(LOADER, " && feature < num_features", "", "head_dim-17-17 float16", kernel=MMA),
     # Its tiles of keys, none of which there may be.
@@ -390,10 +403,14 @@ CHECKS = [
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 1, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "false", "alibi", 1, kernel=MMA),
     Mutant(MMA_LOGITS, "beside &= ", "beside = ", "alibi", kernel=MMA),
-    Mutant(MMA_LOGITS, "distances[r] >= kWarpKeys - 1 || ", "distances[r] >= kWarpKeys / 2 || ", "alibi", kernel=MMA),
-    Mutant(MMA_LOGITS, "|| distances[r] <= 0", "|| distances[r] <= 1", "alibi", kernel=MMA),
+    Mutant(MMA_ALIBI, "distance >= kWarpKeys - 1 || ", "distance >= kWarpKeys / 2 || ", "alibi", kernel=MMA),
+    Mutant(MMA_ALIBI, "|| distance <= 0", "|| distance <= 1", "alibi", kernel=MMA),
     Mutant(MMA_LOGITS, "__all_sync(0xffffffffu, beside)", "true", "alibi", kernel=MMA),
-    Mutant(MMA_LOGITS, "distances[r] > 0 ? slopes[r] : -slopes[r]", "slopes[r]", "alibi", kernel=MMA),
+    Mutant(MMA_ALIBI, "distance > 0 ? slope : -slope", "slope", "alibi", kernel=MMA),
+    Mutant(MMA_LOGITS, "if constexpr (kFewRegisters) find_shifts", "if constexpr (false) find_shifts", "alibi_few",
+           kernel=MMA),
+    Mutant(MMA_ALIBI, "beside &= ", "beside = ", "alibi_few", kernel=MMA),
+    Mutant(MMA_ALIBI, "if (!__all_sync(0xffffffffu, beside)) return;", "", "alibi_few", kernel=MMA),
     Mutant(MMA_LOGITS, "small &= ", "small = ", "softcap", kernel=MMA),
     Mutant(MMA_LOGITS, "logits.is_polynomial = __all_sync(0xffffffffu, small)", "logits.is_polynomial = true",
            "softcap", kernel=MMA),
@@ -510,6 +527,7 @@ FENCES = (
     (MMA_ROWS, "if (!kVectors) __syncwarp();"),
     (MMA_LOGITS, "__syncwarp();  // few at a time"),
     (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),
+    (MMA_PRODUCTS, "__syncwarp(); if (group + 1"),
 )
 """Barriers that only keep the compiler from moving instructions: no thread waits for what another one does."""
 REDUNDANT = (

@@ -210,9 +210,9 @@ unaligned address, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/6
 D=68 of float16, forward_mma, 64x64x2/128, grid 16, 59936 B, batch 0:2, D 80/80, align 2, x3
 every second feature, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 2, x3
 softcap window, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
-bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
+bias mask, forward_mma, 64x64x2/128, grid 128, 49696 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
-mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
+mask on 120, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1, mask
 sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
 out_dtype, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, out=float32
 varlen, forward_mma, 128x64x2/128, grid 1184, 62048 B, D 64/64, align 16, x2, varlen

@@ -12,14 +12,25 @@ struct alignas(16) KeyTiles {
 };
 constexpr int kStageBytes = sizeof(KeyTiles);
 
+// Lanes side by side that copy a row. As many as divide it into equal parts leave none without work; where these would
+// be short or more than five, lanes cover the row in one pass or take parts twice as wide.
+__host__ __device__ constexpr int lanes_of_row(int num_vectors) {
+    const int dividing = num_vectors & -num_vectors, covering = power_of_two_above(num_vectors);
+    if (dividing < 4 && 3 * num_vectors >= 2 * covering) return covering;
+    return num_vectors > 5 * dividing ? 2 * dividing : dividing;
+}
+
 // What a thread copies of a tile of K or V, into one of the stages' buffers.
 template <int kWidth, int kPitch>
 struct TileCopy {
     static constexpr int kLoaders = kStaggered ? kThreads / 2 : kThreads;
     static constexpr int kVectors = kWidth / 8;
-    static constexpr int kLanes = power_of_two_above(kVectors);
+    static constexpr int kLanes = lanes_of_row(kVectors);
     static constexpr int kStep = kLoaders / kLanes;
-    static constexpr bool kAllWork = kLanes == kVectors && kStep <= kBlockN;
+    static constexpr int kColumnSteps = (kVectors + kLanes - 1) / kLanes;
+    static constexpr int kNumPasses = (kBlockN + kStep - 1) / kStep * kColumnSteps;
+    static constexpr bool kAllWork = kVectors % kLanes == 0 && kStep <= kBlockN;
+    static constexpr bool kSkips = kStaggered || kStages == 1;  // copies that are not wanted
     const char* source;
     SharedAddress target;
     int row, column;  // of the first vector
@@ -42,18 +53,21 @@ struct TileCopy {
     __device__ __forceinline__ void previous_tile(const Strides& strides) { source -= kBlockN * strides.row; }
 
     // Copies one of kParts parts. Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN.
-    // `kWhole`: there are none such, or no others, and then staggered blocks write nothing.
+    // `kWhole`: there are none such, or no others, and then nothing is copied if kSkips.
     template <bool kWhole, int kParts>
     __device__ __forceinline__ void load(const Strides& strides, int stage, int num_keys, int part) const {
-        const bool wanted = !kWhole || !kStaggered || num_keys > 0;
+        const bool wanted = !kWhole || !kSkips || num_keys > 0;
         if constexpr (kVectorLoads) {
 #pragma unroll
-            for (int pass = 0; pass < kBlockN; pass += kStep) {
-                const int shift = key_of(pass);
-                const bool valid = kWhole ? kStaggered || num_keys > 0 : key_of(row) + shift < num_keys;
-                if (pass * kParts / kBlockN == part && (kAllWork || (row < kBlockN && column < kWidth)))
-                    cp_async_16_if(wanted, target + stage * kStageBytes + pass * 2 * kPitch,
-                                   source + shift * strides.row, column < num_features && valid);
+            for (int pass = 0; pass < kNumPasses; ++pass) {
+                if (pass * kParts / kNumPasses != part) continue;
+                const int first_row = pass / kColumnSteps * kStep, shift = key_of(first_row);
+                const int first_column = pass % kColumnSteps * kLanes * 8;
+                const bool valid = kWhole ? kSkips || num_keys > 0 : key_of(row) + shift < num_keys;
+                const bool has_work = kAllWork || (row < kBlockN && column + first_column < kWidth);
+                cp_async_16_if(
+                    wanted && has_work, target + stage * kStageBytes + first_row * 2 * kPitch + first_column * 2,
+                    source + shift * strides.row + first_column * 2, column + first_column < num_features && valid);
             }
         } else if (part == 0 && wanted) {
 #pragma unroll 4

@@ -6,7 +6,7 @@
 // the score, for the exponential to apply, as long as scores are small.
 #pragma once
 
-#include "common/mma_rows.cuh"
+#include "common/mma_alibi.cuh"
 
 namespace cuflash {
 
@@ -38,31 +38,29 @@ __device__ __forceinline__ void begin_scores(const LogitUnit& unit, const TileRo
                                              Scores& scores, TileLogits& logits) {
     logits.shift = {};
     if (kOnlyAlibi && !unit.scaled) {
-        float slopes[kRows], distances[kRows];
+        AlibiRow alibi[kRows];
         bool beside = true;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            const LogitRow& row = rows[row_of(r, lane)].logit;
-            slopes[r] = row.alibi_slope;
-            distances[r] = static_cast<float>(row.position - n_begin);
-            beside &= distances[r] >= kWarpKeys - 1 || distances[r] <= 0;
+            alibi[r] = alibi_row(rows, r, n_begin, lane);
+            beside &= alibi[r].is_beside();
         }
-        const float own_column = static_cast<float>(column_of(0, lane));
-        if (__all_sync(0xffffffffu, beside)) {
+        if (__all_sync(0xffffffffu, beside)) {  // where registers are few, shifts are found behind the products
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
-                const float slope = distances[r] > 0 ? slopes[r] : -slopes[r];
-                logits.shift.of[r] = slope * (own_column - distances[r]);
+                if constexpr (!kFewRegisters) logits.shift.of[r] = alibi[r].shift(lane);
 #pragma unroll
-                for (int i = 0; i < kColumns; ++i) at(scores, r, i) = slope * static_cast<float>(column_of(i, 0));
+                for (int i = 0; i < kColumns; ++i)
+                    at(scores, r, i) = alibi[r].gradient() * static_cast<float>(column_of(i, 0));
             }
         } else {
+            const float own_column = static_cast<float>(column_of(0, lane));
 #pragma unroll
             for (int r = 0; r < kRows; ++r) {
 #pragma unroll
                 for (int i = 0; i < kColumns; ++i)
-                    at(scores, r, i) =
-                        -slopes[r] * absolute(distances[r] - own_column - static_cast<float>(column_of(i, 0)));
+                    at(scores, r, i) = -alibi[r].slope *
+                                       absolute(alibi[r].distance - own_column - static_cast<float>(column_of(i, 0)));
             }
         }
         return;
@@ -109,7 +107,10 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         if (unit.capped) cap_scores<true>(unit, scores);
         else cap_scores<false>(unit, scores);
     } else if constexpr (kPerRow) {
-        if (kOnlyAlibi && !unit.scaled) return;
+        if (kOnlyAlibi && !unit.scaled) {
+            if constexpr (kFewRegisters) find_shifts(rows, n_begin, lane, logits.shift);
+            return;
+        }
         if (rows_have_vectors(params, tile, rows, n_begin, lane))
             add_row_logits<true>(params, tile, unit, rows, n_begin, lane, scores);
         else add_row_logits<false>(params, tile, unit, rows, n_begin, lane, scores);

@@ -70,24 +70,54 @@ __device__ __forceinline__ void store_weights(Element (*rows)[kPitchP], int firs
     }
 }
 
-// o += P V, with the warp's own weights or, where rows are shared, those at `p`. `between(step)` is called kStepsV
-// times.
+// o += P V with weights that lie at `p`. What is multiplied next is on the way from shared memory meanwhile, and no
+// more than that: the compiler would fetch further ahead than it has registers for.
 template <typename Between>
-__device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v,
-                                            Between between) {
+__device__ __forceinline__ void multiply_shared_pv(Output& o, SharedAddress p, SharedAddress v, Between between) {
+    constexpr int kLoads = kFeatureTiles / 2;
+    // Equal parts, as large as registers allow.
+    constexpr int kAtOnce = kStages == 1      ? 1
+                            : kLoads % 2 == 0 ? 2
+                            : kLoads % 5 == 0 ? 5
+                                              : 1,
+                  kGroups = kLoads / kAtOnce;
+    unsigned int weights[2][kRowTiles][4], values[2][kAtOnce][4];
+    const auto fetch = [&](int group) {
+        const int step = group / kGroups, first = group % kGroups * kAtOnce;
+        if (first == 0) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(weights[step % 2][m], p + m * 16 * kRowBytesP + step * 32);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i)
+            ldmatrix_x4_transposed(values[group % 2][i], v + step * 16 * kRowBytesV + (first + i) * 32);
+    };
+    fetch(0);
+#pragma unroll
+    for (int group = 0; group < kStepsV * kGroups; ++group) {
+        __syncwarp();
+        if (group + 1 < kStepsV * kGroups) fetch(group + 1);
+        const int step = group / kGroups, first = group % kGroups * kAtOnce;
+        if (first == 0) between(step);
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+            const unsigned int (&both)[4] = values[group % 2][i];
+            const unsigned int even[2] = {both[0], both[1]}, odd[2] = {both[2], both[3]};
+#pragma unroll
+            for (int m = 0; m < kRowTiles; ++m) {
+                mma_m16n8k16<kBfloat16>(o[m][2 * (first + i)], weights[step % 2][m], even);
+                mma_m16n8k16<kBfloat16>(o[m][2 * (first + i) + 1], weights[step % 2][m], odd);
+            }
+        }
+    }
+}
+
+// o += P V with the warp's own weights. `between(step)` is called kStepsV times.
+template <typename Between>
+__device__ __forceinline__ void multiply_own_pv(Output& o, const Weights& weights, SharedAddress v, Between between) {
 #pragma unroll
     for (int step = 0; step < kStepsV; ++step) {
         __syncwarp();  // the compiler fetches no further ahead, which it has no registers for
-        unsigned int weights[kRowTiles][4];
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-            if constexpr (kShare > 1) {
-                ldmatrix_x4(weights[m], p + m * 16 * kRowBytesP + step * 32);
-            } else {
-#pragma unroll
-                for (int i = 0; i < 4; ++i) weights[m][i] = own[m][step][i];
-            }
-        }
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; f += 2) {
             unsigned int values[4];
@@ -96,11 +126,18 @@ __device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, Share
             const unsigned int first[2] = {values[0], values[1]}, second[2] = {values[2], values[3]};
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) {
-                mma_m16n8k16<kBfloat16>(o[m][f], weights[m], first);
-                mma_m16n8k16<kBfloat16>(o[m][f + 1], weights[m], second);
+                mma_m16n8k16<kBfloat16>(o[m][f], weights[m][step], first);
+                mma_m16n8k16<kBfloat16>(o[m][f + 1], weights[m][step], second);
             }
         }
     }
+}
+
+template <typename Between>
+__device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v,
+                                            Between between) {
+    if constexpr (kShare > 1) multiply_shared_pv(o, p, v, between);
+    else multiply_own_pv(o, own, v, between);
 }
 
 }  // namespace cuflash

@@ -37,12 +37,13 @@ struct Warp {
 
 // Where registers are few, what is needed once per tile is not kept in them: addresses are computed again, and the
 // rows' maxima lie in shared memory.
+constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;
 constexpr bool kFewRegisters =
-    kStages == 1 || kBiasDtype != 0 || kHasMask || (kShare == 1 && kRowTiles * kFeatureTiles >= 28);
+    kStages == 1 || (kShare > 1 ? kHasArrays : kRowTiles * kFeatureTiles >= (kHasArrays ? 20 : 28));
 
-// What follows from the index of a thread is kept where two warps share their rows, else computed again for every tile.
+// What follows from the index of a thread is kept, or computed again for every tile where registers are few.
 __device__ __forceinline__ Warp warp_of_tile() {
-    if constexpr (kShare > 1 && !kFewRegisters) return Warp(threadIdx.x);
+    if constexpr (!kFewRegisters) return Warp(threadIdx.x);
     else return Warp(thread_index_again());
 }
 

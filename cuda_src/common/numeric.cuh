@@ -68,13 +68,11 @@ __device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
-// 64-bit division, of numbers that are usually small. Of the other ones there is one copy: it is long, and would lie
-// between the instructions that are executed.
-static __device__ __noinline__ long long divide_large(long long a, long long b) { return a / b; }
-
-__device__ __forceinline__ long long divide(long long a, long long b) {
+// 64-bit division, of numbers that are usually small. There is one copy of it: it is long, and blocks that begin wait
+// for their instructions.
+static __device__ __noinline__ long long divide(long long a, long long b) {
     if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
-    return divide_large(a, b);
+    return a / b;
 }
 
 // Reads a value of type T that may lie on any address when the call has unaligned arrays.

@@ -9,6 +9,12 @@ __device__ __forceinline__ SharedAddress shared_address(const void* shared) {
     return static_cast<unsigned int>(__cvta_generic_to_shared(shared));
 }
 
+// The value itself, of which the compiler knows nothing any more.
+__device__ __forceinline__ int unknown(int value) {
+    asm volatile("" : "+r"(value));
+    return value;
+}
+
 // threadIdx.x, read again: what is computed from it then needs no register in the meantime.
 __device__ __forceinline__ unsigned int thread_index_again() {
     unsigned int index;

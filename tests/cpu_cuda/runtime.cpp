@@ -26,6 +26,7 @@ namespace {
 
 constexpr int kWarpSize = 32;
 constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kPoisonedBytes = 32 * 1024;  // of it, from a kernel's first variable on
 constexpr size_t kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int kNumBarriers = 16;
@@ -173,9 +174,17 @@ unsigned int random_below(unsigned int bound) {
 
 // ------------------------------------------------------------------------------------------------ fibers
 
+// Leaves NaN where the variables of the next function will be: those without a value hold it, whatever ran before.
+__attribute__((noinline)) void poison_stack() {
+    char area[kPoisonedBytes];
+    memset(area, 0xff, sizeof(area));
+    asm volatile("" : : "r"(area) : "memory");
+}
+
 void run_kernels() {
     for (;;) {
         const int thread = current;
+        poison_stack();
         launch->kernel(launch->params);
         Fiber& fiber = fibers[thread];
         if (!fiber.open_copies.empty()) fail(0, "returned with asynchronous copies that were not waited for");

@@ -6,6 +6,7 @@ namespace cuflash {
 using SharedAddress = char*;
 
 inline SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
+inline int unknown(int value) { return value; }
 inline unsigned int thread_index_again() { return threadIdx.x; }
 
 }  // namespace cuflash
