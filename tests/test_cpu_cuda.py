@@ -37,9 +37,16 @@ def assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
 
 
 @rows
-@dtypes
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, id=f"{case.name}-{dtype}")
+        for number, case in enumerate(CASES)
+        for dtype in (DTYPES[0], DTYPES[1 + number % 3])
+    ],
+)
 def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
+    """All in float16, and in turn in one of the other dtypes; on a GPU tests/test_forward.py runs every combination."""
     assert_right_twice(case, dtype, Emulator(spec.name))
 
 
