@@ -398,7 +398,7 @@ CHECKS = [
     # Its logits: what products are added to, and the polynomial of small scores.
     Mutant(MMA_ROWS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
            kernel=MMA),
-    Mutant(MMA_ROWS, "constexpr (kBiasDtype == 0 && !kHasMask)", "constexpr (true)", "bias-mask-odd float16",
+    Mutant(MMA_ROWS, "constexpr (!kHasArrays)", "constexpr (true)", "bias-mask-odd float16",
            kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 0, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 1, kernel=MMA),

@@ -7,8 +7,8 @@
 
 namespace cuflash {
 
-constexpr bool kPerRow = kBiasDtype != 0 || kHasMask || kHasAlibi;  // logits need more than their scores
-constexpr bool kOnlyAlibi = kHasAlibi && !kHasSoftcap && !kHasMask && kBiasDtype == 0;
+constexpr bool kPerRow = kHasArrays || kHasAlibi;  // logits need more than their scores
+constexpr bool kOnlyAlibi = kHasAlibi && !kHasSoftcap && !kHasArrays;
 constexpr bool kOnlySoftcap = kHasSoftcap && !kPerRow;
 
 // What a tile row needs for every tile of keys, looked up once.
@@ -64,7 +64,7 @@ __device__ __forceinline__ void add_row_logits(const AttentionParams& params, co
 // Whether all the warp's rows have bias and mask in vectors for this tile.
 __device__ __forceinline__ bool rows_have_vectors(const AttentionParams& params, const TileMap& tile,
                                                   const TileRow* rows, long long n_begin, int lane) {
-    if constexpr (kBiasDtype == 0 && !kHasMask) return true;
+    if constexpr (!kHasArrays) return true;
     const RowContext row = row_context(params, tile, rows[lane % kRowsPerWarp].logit, n_begin);
     return __all_sync(0xffffffffu, has_vectors<kRun>(params, row));
 }

@@ -40,9 +40,10 @@ static_assert(kNumWarps % kShare == 0, "the warps that share rows are of one blo
 static_assert(kRowTiles * 16 * kNumWarps == kBlockM * kShare, "warps own whole tiles of 16 rows");
 static_assert(kWarpKeys % 16 == 0 && kHeadDim % 16 == 0 && kWarpFeatures % 16 == 0, "mma is 16 deep");
 
+constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;  // one is read for every logit
+
 // Q stays in registers where it takes few and others leave them, else it is read again for every tile of keys.
-constexpr bool kKeepQ =
-    kRowTiles * kStepsK * 4 <= 32 && kRowTiles * kFeatureTiles * 4 <= 64 && kBiasDtype == 0 && !kHasMask;
+constexpr bool kKeepQ = kRowTiles * kStepsK * 4 <= 32 && kRowTiles * kFeatureTiles * 4 <= 64 && !kHasArrays;
 
 struct Queries {
     unsigned int tiles[kRowTiles][4];

@@ -37,7 +37,6 @@ struct Warp {
 
 // Where registers are few, what is needed once per tile is not kept in them: addresses are computed again, and the
 // rows' maxima lie in shared memory.
-constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;
 constexpr bool kFewRegisters =
     kStages == 1 || (kShare > 1 ? kHasArrays : kRowTiles * kFeatureTiles >= (kHasArrays ? 20 : 28));
 
