@@ -3,9 +3,10 @@
 //
 // Grid: one group of lanes per row, a row being the features of one query of one head. The lanes first share the parts
 // among each other to sum up the exponentials of their lse, then walk all parts in index order, each lane with some of
-// the features. A part with an lse of -inf has seen no key and is not read: its memory may hold anything.
+// the features. A part with an lse of -inf has seen no key and does not count: its memory may hold anything.
 //
-// Every value is read once, so the time is that of memory; loads of several parts are on their way at once.
+// Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
+// before anything is summed up.
 
 #include "common/merge.cuh"
 #include "common/params.cuh"
@@ -70,47 +71,32 @@ __device__ __forceinline__ Elements16 load_features(const CombineParams& params,
     return features;
 }
 
-// Joins this lane's features from `first_column` on, over all parts in index order.
-__device__ __forceinline__ void combine_features(const CombineParams& params, const RowPlace& place,
-                                                 const PartWeight& weight_of, int first_column) {
-    Accumulator values[kVectors][kVector] = {};
-#pragma unroll 1
-    for (long long first = 0; first < params.num_parts; first += kPartsAtOnce) {
-        Accumulator weights[kPartsAtOnce];
-        Elements16 features[kPartsAtOnce][kVectors] = {};
+// What a lane reads of some parts: their lse, and its features from a column on.
+struct Parts {
+    Accumulator lses[kPartsAtOnce];
+    Elements16 features[kPartsAtOnce][kVectors];
+};
+
+// Parts from `first` on; those behind the last one have seen no key.
+__device__ __forceinline__ Parts load_parts(const CombineParams& params, const RowPlace& place, long long first,
+                                            int first_column) {
+    Parts parts = {};
 #pragma unroll
-        for (int i = 0; i < kPartsAtOnce; ++i) {
-            const Accumulator lse = first + i < params.num_parts ? load_lse(params, place, first + i) : -infinity();
-            weights[i] = weight_of(lse);
-            if (lse != -infinity()) {
+    for (int i = 0; i < kPartsAtOnce; ++i) {
+        parts.lses[i] = -infinity();
+        if (first + i < params.num_parts) {
+            parts.lses[i] = load_lse(params, place, first + i);
 #pragma unroll
-                for (int v = 0; v < kVectors; ++v)
-                    features[i][v] = load_features(params, place, first + i, first_column + v * kLanesPerRow * kVector);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < kPartsAtOnce; ++i) {
-#pragma unroll
-            for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-                for (int e = 0; e < kVector; ++e)
-                    values[v][e] = multiply_add(weights[i], widen<kDtype>(features[i][v].values[e]), values[v][e]);
-            }
+            for (int v = 0; v < kVectors; ++v)
+                parts.features[i][v] =
+                    load_features(params, place, first + i, first_column + v * kLanesPerRow * kVector);
         }
     }
-    char* out = params.out + place.offset(params.out_strides);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v)
-        store_features(out, first_column + v * kLanesPerRow * kVector, static_cast<int>(params.head_dim_v),
-                       params.out_column_stride, values[v]);
+    return parts;
 }
 
-__device__ __forceinline__ void combine(const CombineParams& params) {
-    const int lane = threadIdx.x % kLanesPerRow;
-    const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
-    // Lanes behind the last row stand at one of the first ones until the warp has shuffled for the last time.
-    const RowPlace place = row_place(params, row);
-
+// The sum over all parts of a row, shared out among its lanes.
+__device__ __forceinline__ ExponentialSum sum_parts(const CombineParams& params, const RowPlace& place, int lane) {
     ExponentialSum total = empty_sum();
     for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
         total = join(total, sum_of(load_lse(params, place, part)));
@@ -119,13 +105,46 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
         total = join(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
                              __shfl_xor_sync(0xffffffffu, total.sum, distance)});
     }
-    if (row >= params.num_rows) return;
+    return total;
+}
 
-    if (lane == 0 && params.lse) store_bits(params.lse + place.offset(params.lse_strides), log_of(total));
-    const PartWeight weight_of(total);
+__device__ __forceinline__ void combine(const CombineParams& params) {
+    const int lane = threadIdx.x % kLanesPerRow;
+    const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
+    // Lanes behind the last row stand at one of the first ones until the warp has shuffled for the last time.
+    const RowPlace place = row_place(params, row);
+    ExponentialSum total;
+    int first_column = lane * kVector;
 #pragma unroll 1
-    for (int column = lane * kVector; column < params.head_dim_v; column += kHeadDimV)
-        combine_features(params, place, weight_of, column);
+    do {
+        Accumulator values[kVectors][kVector] = {};
+#pragma unroll 1
+        for (long long first = 0; first < params.num_parts; first += kPartsAtOnce) {
+            const Parts parts = load_parts(params, place, first, first_column);
+            if (first == 0 && first_column < kHeadDimV) total = sum_parts(params, place, lane);
+            const PartWeight weight_of(total);
+#pragma unroll
+            for (int i = 0; i < kPartsAtOnce; ++i) {
+                const Accumulator weight = weight_of(parts.lses[i]);
+#pragma unroll
+                for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                    for (int e = 0; e < kVector; ++e) {
+                        const Accumulator feature = widen<kDtype>(parts.features[i][v].values[e]);
+                        values[v][e] += parts.lses[i] == -infinity() ? 0 : weight * feature;
+                    }
+                }
+            }
+        }
+        if (row >= params.num_rows) return;
+        char* out = params.out + place.offset(params.out_strides);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v)
+            store_features(out, first_column + v * kLanesPerRow * kVector, static_cast<int>(params.head_dim_v),
+                           params.out_column_stride, values[v]);
+        first_column += kHeadDimV;
+    } while (first_column < params.head_dim_v);
+    if (lane == 0 && params.lse) store_bits(params.lse + place.offset(params.lse_strides), log_of(total));
 }
 
 }  // namespace cuflash

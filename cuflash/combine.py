@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE
-from .params import BATCH_AXES
+from .params import BATCH_AXES, DIVISOR, divisor
 from .plan import Build, merge_axes
 from .problem import Operand
 
@@ -37,7 +37,7 @@ def fields(stacked: bool) -> tuple[tuple[str, str], ...]:
         ("out_column_stride", "q"),
         ("outs_part_stride", "q"),
         ("lses_part_stride", "q"),
-        ("shape", f"{ROW_AXES}q"),
+        ("shape", DIVISOR * ROW_AXES),
         ("num_rows", "q"),
         ("num_parts", "q"),
         ("head_dim_v", "q"),
@@ -113,7 +113,7 @@ def combine_parts(
     build = _build(width, outs, lses, out, lse, part_strides)
     packed = _PACK[stacked][1](
         *every(outs), *every(lses), *walked(out), *walked(lse), *columns, out.strides[-1], *(part_strides or (0, 0)),
-        *shape, prod(shape), num_parts, width,
+        *(x for length in shape for x in divisor(length)), prod(shape), num_parts, width,
     )  # fmt: skip
     pieces = []
     for index in product(*(range(length) for _, length in outer)) if prod(shape) else ():

@@ -30,27 +30,30 @@ POINTERS = (
     "cu_seqlens_q",
     "cu_seqlens_k",
 )
-_LENGTHS = (
-    "seqlen_q", "seqlen_k", "query_offset", "num_m_blocks", "planes_at_once", "heads_continue", "first_block",
-    "num_splits", "out_split_stride", "lse_split_stride",
-)  # fmt: skip
 _INT64 = ("num_batches", "num_sequences", "window_left", "window_right")
 _INT32 = (
-    "num_heads_q", "group_size", "packed_heads", "head_dim", "head_dim_v", "offset_from_lengths", "alibi_dtype",
-    "sink_dtype", "query_offset_size", "cu_seqlens_q_size", "cu_seqlens_k_size",
+    "head_dim", "head_dim_v", "offset_from_lengths", "alibi_dtype", "sink_dtype", "query_offset_size",
+    "cu_seqlens_q_size", "cu_seqlens_k_size",
 )  # fmt: skip
 
+DIVISOR = "qQ"
+"""`Divisor` of cuda_src/common/divide.cuh."""
 _STRIDES = f"{BATCH_AXES + 3}q"
 _POINTER_FIELDS = tuple((name, "Q") for name in POINTERS)
 _LENGTH_FIELDS = (
     *((f"{name}_strides", _STRIDES) for name in ("q", "k", "v", "out", "lse")),
-    *((name, "q") for name in _LENGTHS),
+    *((name, "q") for name in ("seqlen_q", "seqlen_k", "query_offset")),
+    *((name, DIVISOR) for name in ("num_m_blocks", "planes_at_once", "tiles_at_once")),
+    *((name, "q") for name in ("heads_continue", "first_block")),
+    ("num_splits", DIVISOR),
+    *((name, "q") for name in ("out_split_stride", "lse_split_stride")),
 )
 _FORM_FIELDS = (
     *((f"{name}_strides", _STRIDES) for name in ("bias", "mask", "alibi", "sink", "query_offset")),
     ("cu_seqlens_q_stride", "q"),
     ("cu_seqlens_k_stride", "q"),
-    ("batch_shape", f"{BATCH_AXES}q"),
+    ("batch_shape", DIVISOR * BATCH_AXES),
+    *((name, DIVISOR) for name in ("group_size", "packed_heads", "head_tiles")),
     *((name, "q") for name in _INT64),
     ("scale", "d"),
     ("softcap", "d"),
@@ -68,17 +71,20 @@ pack_pointers_into = struct.Struct(_format(_POINTER_FIELDS)).pack_into
 """The addresses come first in the struct, so that a call packs them alone, in front of the rest as it was."""
 pack_lengths = struct.Struct(_format(_LENGTH_FIELDS)).pack
 """Then what depends on lengths, for which a new length packs it alone; then the rest."""
-_END = "4x"
-"""The struct ends on a boundary of eight bytes."""
-_pack_form = struct.Struct(_format(_FORM_FIELDS) + _END).pack
+_pack_form = struct.Struct(_format(_FORM_FIELDS)).pack
 POINTERS_SIZE = struct.calcsize(_format(_POINTER_FIELDS))
-SIZE = struct.calcsize(_format(FIELDS) + _END)
+SIZE = struct.calcsize(_format(FIELDS))
 
 FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """CUFLASH_FLOAT16 ... of cuda_src/common/config.cuh."""
 
 OPEN_WINDOW = 2**61
 _ZEROS = (0,) * (BATCH_AXES + 3)
+
+
+def divisor(value: int) -> tuple[int, int]:
+    """`Divisor` of a value: with its reciprocal in units of 2^-63, rounded up, where kernels multiply by that."""
+    return value, -(-(1 << 63) // value) if 0 < value < 1 << 31 else 0
 
 
 def dense_strides(steps: tuple[int, ...], num_batch: int) -> tuple[int, ...]:
@@ -154,17 +160,17 @@ def pack_form(problem: Problem, plan: Plan) -> bytes:
     values += (
         cu_q.strides[0] if cu_q else 0,
         cu_k.strides[0] if cu_k else 0,
-        *(1,) * (BATCH_AXES - len(plan.batch_axes)),
-        *(length for _, length in plan.batch_axes),
+        *divisor(1) * (BATCH_AXES - len(plan.batch_axes)),
+        *(x for _, length in plan.batch_axes for x in divisor(length)),
+        *divisor(plan.group_size),
+        *divisor(plan.packed_heads),
+        *divisor(problem.num_heads_q // plan.packed_heads),
         plan.num_batches,
         problem.batch[0] if varlen else 0,
         OPEN_WINDOW if problem.window_left is None else problem.window_left,
         OPEN_WINDOW if problem.window_right is None else problem.window_right,
         problem.scale,
         problem.softcap,
-        problem.num_heads_q,
-        plan.group_size,
-        plan.packed_heads,
         problem.head_dim,
         problem.head_dim_v,
         varlen and problem.bottom_right,
@@ -183,9 +189,15 @@ def pack_problem_lengths(problem: Problem, plan: Plan, first_block: int) -> byte
     for name, operand in zip(POINTERS[:5], problem.operands[:5], strict=True):
         values += _strides(problem, plan, name, operand)
     offset = problem.query_offset or 0
-    values += (problem.seqlen_q, problem.seqlen_k, offset, plan.num_m_blocks, plan.planes_at_once)
-    values += (_problem_heads_continue(problem, plan), first_block, plan.num_splits)
+    values += (problem.seqlen_q, problem.seqlen_k, offset, *_turns(plan))
+    values += (_problem_heads_continue(problem, plan), first_block, *divisor(plan.num_splits))
     return pack_lengths(*values, *(split_strides(problem) if plan.num_splits > 1 else (0, 0)))
+
+
+def _turns(plan: Plan) -> tuple[int, ...]:
+    """In which order tiles are worked on."""
+    tiles_at_once = plan.planes_at_once * plan.num_m_blocks
+    return *divisor(plan.num_m_blocks), *divisor(plan.planes_at_once), *divisor(tiles_at_once)
 
 
 def pack_other_lengths(
@@ -223,7 +235,7 @@ def pack_other_lengths(
     values: list[int] = []
     for steps in strides:
         values += dense_strides(steps, num_batch if steps else 0)
-    values += (*seqlens, offset or 0, plan.num_m_blocks, plan.planes_at_once, continues, 0, plan.num_splits)
+    values += (*seqlens, offset or 0, *_turns(plan), continues, 0, *divisor(plan.num_splits))
     return pack_lengths(*values, *split_strides)
 
 

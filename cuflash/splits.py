@@ -14,8 +14,8 @@ MIN_KEYS_PER_SPLIT = 256
 """A split that saves fewer is not worth its cost: a second launch (5 us on an H200) and, per row, 8 Dv bytes of partial
 results, written and read. A block walks its keys in 19 ns each with forward_mma, 41 with forward_wmma (128x64) and 200
 with forward_scalar (64x64): 256 keys are 5 us or more."""
-ENOUGH_OF_A_WAVE = 0.85
-"""Share of the best efficiency for which fewer splits are preferred: each one adds partial results."""
+FAST_ENOUGH = 0.85
+"""Share of the best speed for which fewer splits are preferred: each one adds partial results."""
 ENOUGH_THREADS = 256
 """Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
 
@@ -23,8 +23,8 @@ ENOUGH_THREADS = 256
 def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n: int, from_keys: int) -> int:
     """Parts into which the keys of each tile are split; 1 where blocks fill the device, or where keys are few.
 
-    The efficiency of s splits is num_blocks s / (waves x resident_blocks) with waves = ceil(num_blocks s /
-    resident_blocks). The fewest splits win that reach `ENOUGH_OF_A_WAVE` of the best.
+    With s splits, ceil(num_blocks s / resident_blocks) waves of blocks walk through ceil(num_tiles / s) tiles each. The
+    fewest splits win that reach `FAST_ENOUGH` of the best speed.
 
     Parameters
     ----------
@@ -43,18 +43,14 @@ def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n:
     most = min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)
     if most < 2 or num_keys < from_keys or not 0 < num_blocks < resident_blocks:
         return 1
-    splits = _fewest_splits(num_blocks, resident_blocks, most)
+    splits = _fewest_splits(num_blocks, resident_blocks, num_tiles, most)
     return -(-num_tiles // -(-num_tiles // splits))  # without those that would be left with no tile
 
 
 @lru_cache(maxsize=4096)
-def _fewest_splits(num_blocks: int, resident_blocks: int, most: int) -> int:
-    efficiencies = []
-    for splits in range(1, most + 1):
-        blocks = num_blocks * splits
-        efficiencies.append(blocks / (-(-blocks // resident_blocks) * resident_blocks))
-    enough = ENOUGH_OF_A_WAVE * max(efficiencies)
-    return next(splits for splits, efficiency in enumerate(efficiencies, 1) if efficiency >= enough)
+def _fewest_splits(num_blocks: int, resident_blocks: int, num_tiles: int, most: int) -> int:
+    times = [-(-num_blocks * splits // resident_blocks) * -(-num_tiles // splits) for splits in range(1, most + 1)]
+    return next(splits for splits, time in enumerate(times, 1) if FAST_ENOUGH * time <= min(times))
 
 
 def splits_allowed(num_keys: int) -> int:

@@ -13,6 +13,7 @@ from cpu_cuda.emulator import EmulationError, Kernel, compile_text, compiler, sh
 
 from cuflash.arrays import DTYPES
 from cuflash.compile import compiler_options, source_digest, source_folder
+from cuflash.params import divisor
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
@@ -259,7 +260,7 @@ def _run(
 ) -> np.ndarray:  # fmt: skip
     """Run one block on the CPU, in several orders of its lanes, or on a GPU; return the output."""
     headers = "\n".join(f'#include "ptx/{name}.cuh"' for name in include.split())
-    source = _source(body, f'#include "common/numeric.cuh"\n{headers}', types)
+    source = _source(body, f'#include "common/divide.cuh"\n#include "common/numeric.cuh"\n{headers}', types)
     if back_end == "gpu":
         return _run_on_gpu(source, arrays, threads, shared)
     _assemble(source)
@@ -320,6 +321,32 @@ def test_shuffles_and_votes(back_end: str, tmp_path: Path) -> None:
     expected = [np.full(32, values[5]), values[lanes ^ 3], values[up], values[down], np.full(32, votes), 1, 1, ffs]
     for column, value in zip(out.T, expected, strict=True):
         assert (column == value).all()
+
+
+@backends
+def test_division(back_end: str, tmp_path: Path) -> None:
+    """By reciprocals and, of numbers that take more than 31 bits, without."""
+    rng = np.random.default_rng(0)
+    edges = [1, 2, 3, 7, 641, 6700417, 2**16 - 1, 2**16 + 1, 2**30 + 1, 2**31 - 2, 2**31 - 1, 2**31, 2**32 + 3]
+    values = np.concatenate([edges, (2 ** rng.uniform(0, 31, 51)).astype(np.int64)])
+    multiples = (2**31 - 1) // values * values
+    anything = (2 ** rng.uniform(0, 34, (59, 64))).astype(np.int64)
+    largest = np.full(64, 2**31 - 1)
+    numbers = np.stack([multiples, np.abs(multiples - 1), values, values - 1, largest, *anything]).ravel()
+    values = np.tile(values, 64)
+    reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)
+    body = """
+        constexpr int kCount = 4096;
+        for (int i = lane; i < kCount; i += 32) {
+            const Divisor by = {in[kCount + i], static_cast<unsigned long long>(in[2 * kCount + i])};
+            out[i] = divide(in[i], by);
+            out[kCount + i] = divide(-in[i], by);
+        }
+    """
+    given = np.concatenate([numbers, values, reciprocals])
+    arrays = given, given, np.empty(2 * numbers.size, np.int64)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("long long", "long long")).reshape(2, -1)
+    assert (out[0] == numbers // values).all() and (out[1] == -(numbers // values)).all()
 
 
 @backends

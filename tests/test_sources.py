@@ -216,13 +216,15 @@ def test_struct_is_packed_in_order() -> None:
     pointers = bytearray(8 * len(params.POINTERS))
     params.pack_pointers_into(pointers, 0, *range(1, 13))
     packed = bytes(pointers) + params.pack_problem_lengths(problem, plan, 0) + params.pack_form(problem, plan)
-    values = struct.unpack_from("=" + "".join(code for _, code in params.FIELDS), packed)
     assert len(packed) == params.SIZE
-    names = [name for name, code in params.FIELDS for _ in range(int(code[:-1] or 1))]
-    fields = dict(zip(names, values, strict=True))
-    assert fields["scale"] == 0.25 and fields["window_left"] == 5 and fields["window_right"] == params.OPEN_WINDOW
-    assert fields["num_splits"] == 1 and fields["out_split_stride"] == fields["lse_split_stride"] == 0
-    assert fields["seqlen_q"] == 100 and fields["num_heads_q"] == 4 and fields["head_dim"] == 64
+    fields, offset = {}, 0
+    for name, code in params.FIELDS:
+        fields[name] = list(struct.unpack_from("=" + code, packed, offset))
+        offset += struct.calcsize("=" + code)
+    assert fields["scale"] == [0.25] and fields["window_left"] == [5] and fields["window_right"] == [params.OPEN_WINDOW]
+    assert fields["num_splits"] == [1, 1 << 63] and fields["out_split_stride"] == fields["lse_split_stride"] == [0]
+    assert fields["seqlen_q"] == [100] and fields["head_tiles"] == [4, 1 << 61] and fields["head_dim"] == [64]
+    assert fields["batch_shape"] == [1, 1 << 63] * 3 + [2, 1 << 62]
 
 
 def test_entry_text_is_self_contained_and_named() -> None:

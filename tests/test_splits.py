@@ -23,7 +23,7 @@ from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.plan import make_plan, refusals
 from cuflash.problem import Problem
 from cuflash.splits import (
-    ENOUGH_OF_A_WAVE,
+    FAST_ENOUGH,
     MAX_SPLITS,
     MIN_KEYS_PER_SPLIT,
     choose_splits,
@@ -52,7 +52,8 @@ emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) 
         (1, 0, 2**20, 64, 1),  # a kernel without splits
         (1, 132, 2**30, 64, 109),
         (1, 1000, 2**30, 64, 109),
-        (1, 132, 64 * 200, 64, 40),  # 43 would do, but 40 have as many tiles at most
+        (1, 132, 64 * 430, 64, 86),  # 107 would have as many tiles at most
+        (66, 264, 64 * 100, 64, 4),  # 25 tiles each, 34 with three splits
     ],
 )
 def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
@@ -63,8 +64,8 @@ def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, exp
 @settings(max_examples=500, deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 1500), st.integers(0, 10**6), st.sampled_from([16, 32, 64, 128]))
 def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int, num_keys: int, block_n: int) -> None:
-    def efficiency(splits: int) -> float:
-        return num_blocks * splits / (-(-num_blocks * splits // resident) * resident)
+    def time(splits: int) -> int:
+        return -(-num_blocks * splits // resident) * -(-num_tiles // splits)
 
     splits, num_tiles = choose_splits(num_blocks, resident, num_keys, block_n, 0), -(-num_keys // block_n)
     allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
@@ -72,8 +73,7 @@ def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int
     if num_blocks >= resident or len(allowed) == 1:
         assert splits == 1
         return
-    enough = ENOUGH_OF_A_WAVE * max(map(efficiency, allowed))
-    fewest = next(s for s in allowed if efficiency(s) >= enough)
+    fewest = next(s for s in allowed if FAST_ENOUGH * time(s) <= min(map(time, allowed)))
     assert -(-num_tiles // splits) == -(-num_tiles // fewest) and splits <= fewest
     assert splits == 1 or (splits - 1) * -(-num_tiles // splits) < num_tiles, "a split without a tile"
 
@@ -117,7 +117,9 @@ def test_plans() -> None:
     assert make_plan(packed(1, 8000, 8, 8, 64, "float16", window=(4000, 0)), H200, AUTOMATIC).num_splits == 1
     assert make_plan(packed(1, 1, 8, 8, 64, "float16")._replace(seqlen_k=99999), H200, AUTOMATIC).num_splits == 1
     tall = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 9999, 64))), H200, AUTOMATIC)
-    assert tall.tile.block_m == 64 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
+    assert tall.tile.block_m == 128 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
+    fewer_keys = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 1024, 64))), H200, AUTOMATIC)
+    assert fewer_keys.tile.block_m == 64 and fewer_keys.num_splits > 1, "parts of tall tiles would be too few"
     short = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 500, 64))), H200, AUTOMATIC)
     assert short.tile.block_m == 64 and short.num_splits == 1
 

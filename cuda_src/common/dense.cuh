@@ -10,7 +10,7 @@ __device__ __forceinline__ const char* batch_address(const AttentionParams& para
                                                      const Strides& strides, long long batch) {
 #pragma unroll 1
     for (int axis = kBatchAxes - 1; batch != 0; --axis) {
-        const long long length = params.batch_shape[axis];
+        const Divisor& length = params.batch_shape[axis];
         const long long rest = batch < length ? 0 : divide(batch, length);
         array += (batch - rest * length) * strides.batch[axis];
         batch = rest;
@@ -26,30 +26,28 @@ struct DensePlace {
 };
 
 __device__ __forceinline__ DensePlace dense_place(const AttentionParams& params, long long tile_idx) {
-    const int num_head_tiles = head_tiles(params);
-    const long long num_planes = params.num_batches * num_head_tiles;
+    const long long num_planes = params.num_batches * params.head_tiles;
     long long plane, m_block;
     if (params.planes_at_once != 0) {
-        const long long tiles_at_once = params.planes_at_once * params.num_m_blocks;
-        const long long turn = tile_idx < tiles_at_once ? 0 : divide(tile_idx, tiles_at_once);
+        const long long turn = tile_idx < params.tiles_at_once ? 0 : divide(tile_idx, params.tiles_at_once);
         const long long first_plane = turn * params.planes_at_once;
-        const long long planes = min(params.planes_at_once, num_planes - first_plane);
-        const long long rest = tile_idx - turn * tiles_at_once;
-        m_block = divide(rest, planes);
-        plane = first_plane + rest - m_block * planes;
+        const long long planes = num_planes - first_plane, rest = tile_idx - turn * params.tiles_at_once;
+        const bool is_whole = planes >= params.planes_at_once;
+        m_block = is_whole ? divide(rest, params.planes_at_once) : divide(rest, planes);
+        plane = first_plane + rest - m_block * (is_whole ? params.planes_at_once : planes);
         m_block = params.num_m_blocks - 1 - m_block;
     } else {
         plane = divide(tile_idx, params.num_m_blocks);
         m_block = tile_idx - plane * params.num_m_blocks;
     }
     const bool counts_on = params.num_batches == 1 || params.heads_continue;
-    const long long batch = counts_on ? 0 : divide(plane, num_head_tiles);
-    return {batch, static_cast<int>(plane - batch * num_head_tiles) * params.packed_heads, m_block};
+    const long long batch = counts_on ? 0 : divide(plane, params.head_tiles);
+    return {batch, static_cast<int>((plane - batch * params.head_tiles) * params.packed_heads), m_block};
 }
 
 // Fills in the addresses of a dense call. One thread does this while the block waits.
 __device__ __forceinline__ void map_arrays(const AttentionParams& params, const DensePlace& place, TileMap& tile) {
-    const int head = place.head, head_kv = params.group_size == 1 ? head : head / params.group_size;
+    const int head = place.head, head_kv = static_cast<int>(divide(head, params.group_size));
     tile.q = params.q + head * params.q_strides.head;
     tile.k = params.k + head_kv * params.k_strides.head;
     tile.v = params.v + head_kv * params.v_strides.head;
@@ -62,7 +60,7 @@ __device__ __forceinline__ void map_arrays(const AttentionParams& params, const 
     long long batch = place.batch;
 #pragma unroll 1
     for (int axis = kBatchAxes - 1; batch != 0; --axis) {
-        const long long length = params.batch_shape[axis];
+        const Divisor& length = params.batch_shape[axis];
         const long long rest = batch < length ? 0 : divide(batch, length);
         const long long index = batch - rest * length;
         batch = rest;

@@ -27,13 +27,13 @@ __device__ __forceinline__ Accumulator log_of(ExponentialSum total) {
     return total.sum == 0 ? -infinity() : total.largest + logarithm(total.sum);
 }
 
-// What the output of a part is multiplied by: its share of the total, 0 where the total is nothing.
+// What the output of a part that has seen keys is multiplied by: its share of the total.
 struct PartWeight {
     Accumulator subtract;
     Accumulator factor;
 
     __device__ __forceinline__ explicit PartWeight(ExponentialSum total)
-        : subtract(finite_maximum(total.largest)), factor(total.sum == 0 ? 0 : 1 / total.sum) {}
+        : subtract(total.largest), factor(1 / total.sum) {}
 
     __device__ __forceinline__ Accumulator operator()(Accumulator lse) const {
         return exponential(lse - subtract) * factor;

@@ -68,13 +68,6 @@ __device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
 
-// 64-bit division, of numbers that are usually small. There is one copy of it: it is long, and blocks that begin wait
-// for their instructions.
-static __device__ __noinline__ long long divide(long long a, long long b) {
-    if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
-    return a / b;
-}
-
 // Reads a value of type T that may lie on any address when the call has unaligned arrays.
 template <typename T>
 __device__ __forceinline__ T load_bits(const char* address) {

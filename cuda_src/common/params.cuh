@@ -3,6 +3,7 @@
 #pragma once
 
 #include "common/config.cuh"
+#include "common/divide.cuh"
 
 namespace cuflash {
 
@@ -47,12 +48,13 @@ struct AttentionParams {
     long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;
     long long query_offset;
-    long long num_m_blocks;    // tiles along the rows of one head (packed sequences: upper bound over all of them)
-    long long planes_at_once;  // heads whose tiles take turns, those with the most keys first; 0: one after another
+    Divisor num_m_blocks;      // tiles along the rows of one head (packed sequences: upper bound over all of them)
+    Divisor planes_at_once;    // heads whose tiles take turns, those with the most keys first; 0: one after another
+    Divisor tiles_at_once;     // of them
     long long heads_continue;  // all arrays step from batch to batch as from the last head to one behind it
     long long first_block;     // index of this launch's first block in the whole grid
     // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart.
-    long long num_splits;
+    Divisor num_splits;
     long long out_split_stride;
     long long lse_split_stride;
 
@@ -64,7 +66,10 @@ struct AttentionParams {
     Strides query_offset_strides;
     long long cu_seqlens_q_stride;
     long long cu_seqlens_k_stride;
-    long long batch_shape[kBatchAxes];
+    Divisor batch_shape[kBatchAxes];
+    Divisor group_size;       // query heads per key head
+    Divisor packed_heads;     // query heads that share a tile: 1 or group_size
+    Divisor head_tiles;       // tiles that hold one query of each head
     long long num_batches;    // product of batch_shape; packed sequences: 1
     long long num_sequences;  // packed sequences only
     long long window_left;
@@ -73,9 +78,6 @@ struct AttentionParams {
     double scale;
     double softcap;
 
-    int num_heads_q;
-    int group_size;    // query heads per key head
-    int packed_heads;  // query heads that share a tile: 1 or group_size
     int head_dim;
     int head_dim_v;
     int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each packed sequence
@@ -109,7 +111,7 @@ struct CombineParams {
     long long out_column_stride;
     long long outs_part_stride;  // stacked: from part to part
     long long lses_part_stride;
-    long long shape[kRowAxes];
+    Divisor shape[kRowAxes];
     long long num_rows;  // product of shape
     long long num_parts;
     long long head_dim_v;

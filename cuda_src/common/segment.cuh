@@ -67,7 +67,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
 #pragma unroll
         for (int i = 0; i < kPerLane; ++i) {
             ends[i] = max(ends[i], segment_begin);
-            num_tiles += divide((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1, kBlockM);
+            num_tiles += ((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1) / kBlockM;
             segment_begin = ends[i];
         }
         long long running = num_tiles;
@@ -81,8 +81,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
                 long long remaining = tile - tiles_before - (running - num_tiles);
                 segment_begin = begin;
                 for (int i = 0; i < kPerLane; ++i) {
-                    const long long tiles =
-                        divide((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1, kBlockM);
+                    const long long tiles = ((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1) / kBlockM;
                     if (remaining < tiles) {
                         found = {first + lane * kPerLane + i - 1, segment_begin, ends[i], remaining};
                         break;

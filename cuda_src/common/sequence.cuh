@@ -51,15 +51,10 @@ __device__ __forceinline__ int rows_left(const TileExtent& tile, long long row) 
     return static_cast<int>(min(tile.num_rows - row, static_cast<long long>(kBlockM)));
 }
 
-__device__ __forceinline__ int head_tiles(const AttentionParams& params) {
-    return params.packed_heads == 1 ? params.num_heads_q : params.num_heads_q / params.packed_heads;
-}
-
 // Fills `tile` with a tile of packed sequences. Called by all threads of warp 0; true for the one that has done it.
 __device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, long long tile_idx, TileMap& tile) {
-    const int num_head_tiles = head_tiles(params);
-    const long long segment_tile = divide(tile_idx, num_head_tiles);
-    const int head = static_cast<int>(tile_idx - segment_tile * num_head_tiles) * params.packed_heads;
+    const long long segment_tile = divide(tile_idx, params.head_tiles);
+    const int head = static_cast<int>((tile_idx - segment_tile * params.head_tiles) * params.packed_heads);
     Segment segment;
     if (!find_segment(params, segment_tile, segment)) return false;
     const long long begin_q = segment.begin;
@@ -72,7 +67,7 @@ __device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, l
         end_k = load_integer(boundaries + params.cu_seqlens_k_stride, params.cu_seqlens_k_size);
         end_k = min(max(end_k, begin_k), params.seqlen_k);
     }
-    const int head_kv = head / params.group_size;
+    const int head_kv = static_cast<int>(divide(head, params.group_size));
     const long long sequence = is_sequence ? segment.index : 0;
     tile.q = params.q + head * params.q_strides.head + begin_q * params.q_strides.row;
     tile.k = params.k + head_kv * params.k_strides.head + begin_k * params.k_strides.row;
