@@ -134,19 +134,28 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
                 next_v.previous_tile(params.v_strides);
             }
             const SharedAddress q = lane_q(warp), k = lane_k(warp, stage);
-            if (kStages == 1 && i == 0) cp_async_wait_group<1>();
-            else cp_async_wait();
-            __syncthreads();
+            const auto tile_arrives = [&] {
+                if (kStages == 1 && i == 0) cp_async_wait_group<1>();
+                else cp_async_wait();
+                __syncthreads();
+            };
             if constexpr (kStaggered) {
-                if (lags) {
-                    if (pending) {
-                        multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
-                    } else if (i == 0) {
+                // Both halves multiply by the V of the last tile here, before or after the next one has arrived.
+                const bool is_over = i == walk.num_tiles;
+                if (lags && !is_over) tile_arrives();
+                if (pending) multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
+                if (is_over) break;
+                if (!lags) {
+                    tile_arrives();
+                } else {
+                    if (i == 0) {
                         copy_k(0, warp).template load<false, 1>(k_strides, 0, walk.last_keys, 0);
                         cp_async_commit();
                     }
                     barrier_wait(15, kThreads / 2);
                 }
+            } else {
+                tile_arrives();
             }
             const auto copy_part = [&](int part) {
                 if constexpr (kStages == 1) {
@@ -189,19 +198,18 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
                 same.wait();
             }
             first_values_arrive(i);
-            pending = lags;
+            pending = true;
             const auto copy_k_part = [&](int part) {
                 if constexpr (kStages == 1)
                     next_k.template load<true, kEarlySteps<kStepsV>>(k_strides, 0, next_keys, part);
             };
-            if (!lags) multiply_pv(o, weights, p, v, copy_k_part);
-        } while ((++i & (kTilesPerSum - 1)) != 0 && i < walk.num_tiles);
+            if constexpr (!kStaggered) multiply_pv(o, weights, p, v, copy_k_part);
+        } while (((++i & (kTilesPerSum - 1)) != 0 && i < walk.num_tiles) || (kStaggered && i == walk.num_tiles));
         // Else it would be known from where this loop began, for which a register would be taken throughout.
         if constexpr (kFewRegisters && kPerRow) i = unknown(i);
         if (i > kTilesPerSum) add_total(o, total, states.maxima(warp_of_tile()), multiplier);
         if (i < walk.num_tiles) restart(o, total, states.maxima(warp_of_tile()));
     }
-    if (pending) multiply_pv(o, {}, lane_p(first_warp), lane_v(first_warp, (walk.num_tiles - 1) % kStages), [](int) {});
     cp_async_wait();
     store_rows(params, tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
 }

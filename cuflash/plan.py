@@ -9,16 +9,18 @@ from typing import NamedTuple
 from .arrays import ITEMSIZE
 from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
 from .knobs import Settings
+from .pace import Walk, pace_of
 from .params import BATCH_AXES
 from .problem import Problem, common_alignment
 from .splits import (
     ENOUGH_THREADS,
     Partial,
+    VisibleKeys,
     choose_splits,
-    keys_of_a_tile,
     partial_layout,
     partial_of,
     partial_results,
+    visible_keys,
 )
 from .worth import TALL_TILE, TileWorth, worth_a_tile
 
@@ -93,15 +95,15 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     num_planes = num_heads_q * prod(batch)
     # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
     # given `out` has no `workspace` to be given too.
-    num_keys = 0 if varlen else keys_of_a_tile(problem, seqlen_q, problem.seqlen_k, problem.query_offset, TALL_TILE)
+    keys = visible_keys(problem, seqlen_q, 0 if varlen else problem.seqlen_k, problem.query_offset, TALL_TILE)
     spec, key = _cached_kernel(problem, device, settings)
-    worth = worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, num_keys)
+    worth = worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, keys)
     choice = _choose(problem, device, settings, spec, key, worth)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
         packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
         num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * (num_planes // packed_heads)
-        num_splits = choose_splits(num_tiles, resident_blocks, num_keys, choice.tile.block_n, spec.splits_from)
+        num_splits = _choose_splits(problem, spec, device, seqlen_q, choice.tile, num_tiles, resident_blocks, keys)
     if num_splits > 1:
         partial, same_kernel = partial_results(problem), settings._replace(kernel=choice.kernel)
         choice = _choose(partial, device, same_kernel, *_cached_kernel(partial, device, same_kernel), worth)
@@ -139,6 +141,27 @@ def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
     return -(-num_rows // tile.block_m)
 
 
+def _choose_splits(
+    problem: Problem,
+    spec: KernelSpec,
+    device: Device,
+    seqlen_q: int,
+    tile: Tile,
+    num_tiles: int,
+    resident_blocks: int,
+    keys: VisibleKeys,
+) -> int:
+    """Splits for a tile of a kernel of which `num_tiles` are worked on."""
+    multiprocessors = device.num_multiprocessors
+    pace = None
+    if spec.latency_bound:
+        num_rows = seqlen_q * problem.num_heads_q * prod(problem.batch)
+        pace = pace_of(problem, tile.block_m, tile.block_n, num_rows, resident_blocks > multiprocessors)
+    key_tiles = -(-keys.most // tile.block_n)
+    walk = Walk(num_tiles, key_tiles, keys.average, multiprocessors, resident_blocks)
+    return choose_splits(walk, keys, spec.splits_from, pace)
+
+
 def _resident_blocks(choice: Choice, device: Device) -> int:
     if not choice.splits:
         return 0
@@ -151,16 +174,16 @@ def plan_other_lengths(
     """Plan a dense problem with other lengths; None where that changes the build or what of lengths it rests on."""
     tile, packed_heads = plan.tile, plan.packed_heads
     num_planes = plan.num_batches * problem.num_heads_q
-    num_keys = keys_of_a_tile(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
+    keys = visible_keys(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
     spec = next(spec for spec in KERNELS if spec.name == plan.kernel)
     if (
         packed_heads != heads_per_tile(seqlen_q, plan.group_size, tile)
-        or plan.worth != worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, num_keys)
+        or plan.worth != worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, keys)
     ):  # fmt: skip
         return None
     num_m_blocks = -(-seqlen_q * packed_heads // tile.block_m)
     num_tiles = num_m_blocks * (num_planes // packed_heads)
-    num_splits = choose_splits(num_tiles, plan.resident_blocks, num_keys, tile.block_n, spec.splits_from)
+    num_splits = _choose_splits(problem, spec, device, seqlen_q, tile, num_tiles, plan.resident_blocks, keys)
     if (num_splits == 1) != (plan.num_splits == 1):
         return None
     rows = (*problem.batch, problem.num_heads_q, seqlen_q)

@@ -7,6 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE, contiguous_strides
+from .pace import Pace, Walk, fewest_splits
 from .problem import Operand, Problem, alignment_of
 
 MAX_SPLITS = 128
@@ -14,62 +15,79 @@ MIN_KEYS_PER_SPLIT = 256
 """A split that saves fewer is not worth its cost: a second launch (5 us on an H200) and, per row, 8 Dv bytes of partial
 results, written and read. A block walks its keys in 19 ns each with forward_mma, 41 with forward_wmma (128x64) and 200
 with forward_scalar (64x64): 256 keys are 5 us or more."""
+MIN_KEYS_PER_PACED_SPLIT = 128
+"""Where the cost of splits is weighed."""
 FAST_ENOUGH = 0.85
 """Share of the best speed for which fewer splits are preferred: each one adds partial results."""
 ENOUGH_THREADS = 256
 """Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
 
 
-def choose_splits(num_blocks: int, resident_blocks: int, num_keys: int, block_n: int, from_keys: int) -> int:
+def choose_splits(walk: Walk, keys: VisibleKeys, from_keys: int, pace: Pace | None) -> int:
     """Parts into which the keys of each tile are split; 1 where blocks fill the device, or where keys are few.
 
-    With s splits, ceil(num_blocks s / resident_blocks) waves of blocks walk through ceil(num_tiles / s) tiles each. The
-    fewest splits win that reach `FAST_ENOUGH` of the best speed.
+    Where the pace is not known, s splits are ceil(num_blocks s / resident_blocks) waves of blocks that walk through
+    ceil(num_tiles / s) tiles each. The fewest splits win that reach `FAST_ENOUGH` of the best speed.
 
     Parameters
     ----------
-    num_blocks
-        Tiles of the problem.
-    resident_blocks
-        Blocks that keep all multiprocessors busy.
-    num_keys
-        Keys that a tile sees, at most.
-    block_n
-        Keys of a tile.
+    walk
+        Blocks and the tiles that they walk through.
+    keys
+        Keys that a block sees.
     from_keys
         Keys below which they are not split.
+    pace
+        Times of a tile.
     """
-    num_tiles = -(-num_keys // block_n)
-    most = min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)
-    if most < 2 or num_keys < from_keys or not 0 < num_blocks < resident_blocks:
+    most = min(splits_allowed(keys.most, from_keys, pace is not None), walk.num_tiles // 2)
+    if most < 2 or not 0 < walk.num_blocks < walk.resident_blocks:
         return 1
-    splits = _fewest_splits(num_blocks, resident_blocks, num_tiles, most)
-    return -(-num_tiles // -(-num_tiles // splits))  # without those that would be left with no tile
+    splits = _fewest_splits(walk, most) if pace is None else fewest_splits(walk, pace, most)
+    return -(-walk.num_tiles // -(-walk.num_tiles // splits))  # without those that would be left with no tile
 
 
 @lru_cache(maxsize=4096)
-def _fewest_splits(num_blocks: int, resident_blocks: int, num_tiles: int, most: int) -> int:
-    times = [-(-num_blocks * splits // resident_blocks) * -(-num_tiles // splits) for splits in range(1, most + 1)]
+def _fewest_splits(walk: Walk, most: int) -> int:
+    times = [
+        -(-walk.num_blocks * splits // walk.resident_blocks) * -(-walk.num_tiles // splits)
+        for splits in range(1, most + 1)
+    ]
     return next(splits for splits, time in enumerate(times, 1) if FAST_ENOUGH * time <= min(times))
 
 
-def splits_allowed(num_keys: int) -> int:
-    """Parts that the number of keys alone would allow."""
-    return max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT))
+def splits_allowed(num_keys: int, from_keys: int, has_pace: bool) -> int:
+    """Parts that the number of keys alone would allow, if they are split from so many on."""
+    fewest = MIN_KEYS_PER_PACED_SPLIT if has_pace else MIN_KEYS_PER_SPLIT
+    return max(1, min(MAX_SPLITS, num_keys // fewest)) if num_keys >= from_keys else 1
 
 
-def keys_of_a_tile(problem: Problem, seqlen_q: int, seqlen_k: int, offset: int | None, num_queries: int) -> int:
-    """Most keys that a tile of `num_queries` neighbouring queries sees by position; `offset` None: anything."""
+class VisibleKeys(NamedTuple):
+    """Keys that tiles of neighbouring queries see by position."""
+
+    most: int
+    average: float
+    """Of that number."""
+
+
+def visible_keys(problem: Problem, seqlen_q: int, seqlen_k: int, offset: int | None, num_queries: int) -> VisibleKeys:
+    """Keys that tiles of `num_queries` neighbouring queries see, an upper bound; `offset` None: anything."""
     left, right = problem.window_left, problem.window_right
-    most = seqlen_k
+    most, by_first = seqlen_k, seqlen_k
     if right is not None:
         if left is not None:
             most = min(most, left + right + num_queries)
         if offset is not None:
             most = min(most, seqlen_q + offset + right)
+            by_first = offset + right + 1
     if left is not None and offset is not None:
         most = min(most, seqlen_k - offset + left)
-    return max(most, 0)
+    if most <= 0:
+        return VisibleKeys(0, 1.0)
+    # From query to query one key more, until there are most.
+    missing = max(0, most - max(0, by_first))
+    on_average = missing**2 / (2 * seqlen_q) if missing < seqlen_q else missing - seqlen_q / 2
+    return VisibleKeys(most, 1 - on_average / most)
 
 
 def result_axes(problem: Problem) -> tuple[int, ...]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .kernels import Device, KernelSpec
+from .pace import Walk, pace_of, times_by_splits
 from .problem import Problem
-from .splits import FAST_ENOUGH, splits_allowed
+from .splits import VisibleKeys, splits_allowed
 
 SMALLEST_USEFUL_TILE = 16
 """Rows below which a tile saves nothing: its keys are loaded all the same."""
 LARGEST_TILE = 1024
 TALL_TILE = 64
-"""Rows from which on a taller tile saves so little that splitting the keys for it costs more, if there are few."""
-SPLIT_TILE = 128
-"""Rows of tiles that are worth splitting keys for, as soon as their parts fill the device."""
+"""Rows from which on a taller tile saves so little that splitting the keys for it may cost more."""
+KEYS_OF_A_TILE = 64
+"""Of those that are weighed by their pace."""
 FEW_KEYS = 1024
 """For which tall tiles, alone on a multiprocessor, begin and end too often (measured at head_dim 256, causal)."""
 VERY_FEW_KEYS = 128
@@ -33,13 +34,12 @@ class TileWorth(NamedTuple):
 
 
 def worth_a_tile(
-    problem: Problem, spec: KernelSpec, rows: int, group_size: int, num_planes: int, device: Device, num_keys: int
+    problem: Problem, spec: KernelSpec, rows: int, group_size: int, num_planes: int, device: Device, keys: VisibleKeys
 ) -> TileWorth:
     """Size that a tile is worth having: not above the rows of one key head, and low enough for all multiprocessors.
 
-    Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better; where
-    there are keys enough to split those of `SPLIT_TILE` rows, that is better still (measured on an H200, 64 to 512
-    queries of 8 and 16 heads: up to 39 % with 16384 keys, up to 24 % with 4096).
+    Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better. How
+    tall these are to be is weighed by their pace where a kernel has one.
 
     Parameters
     ----------
@@ -55,33 +55,59 @@ def worth_a_tile(
         Query heads in all batches.
     device
         The GPU.
-    num_keys
-        Keys that a tile sees, at most; 0: not known.
+    keys
+        What a tile sees; none: not known.
     """
     rows_in_all, by_head = rows * num_planes, rows * group_size
     by_device = rows_in_all // device.num_multiprocessors
     wide = spec.latency_bound and problem.head_dim_v > WIDE_HEAD_DIM
-    split = num_keys >= spec.splits_from
-    most_splits = splits_allowed(num_keys) if split else 1
-    tall_parts = -(-by_head // SPLIT_TILE) * (num_planes // group_size) * most_splits
-    if spec.latency_bound and split and tall_parts >= FAST_ENOUGH * device.num_multiprocessors:
-        by_device = max(by_device, SPLIT_TILE)
-    elif by_device < TALL_TILE:
-        rows_of_a_block = rows_in_all * most_splits // device.num_multiprocessors
-        by_device = TALL_TILE if spec.latency_bound else min(TALL_TILE, rows_of_a_block)
-        # Four warps with 16 rows each, of which two share theirs, take less time than with 32.
-        if wide and not split and rows_in_all <= TALL_TILE // 2 * device.num_multiprocessors:
-            by_device = TALL_TILE // 2
     if problem.op == "attention":
         by_head = 1 << max(by_head - 1, 0).bit_length()  # two tiles of half the height would be as many rows
-    limit = min(by_head, by_device)
-    # Where the output is wide, nothing is computed while one tall tile begins and another one ends, and there is more
-    # of that the fewer keys they see.
-    few_keys = VERY_FEW_KEYS if problem.window_right is None else FEW_KEYS
-    if wide and 0 < num_keys <= few_keys:
-        limit = min(limit, TALL_TILE)
+    fastest = _fastest_tile(problem, spec, rows, group_size, num_planes, device, keys, wide, by_head)
+    if fastest is not None:
+        limit = fastest
+    else:
+        if by_device < TALL_TILE:
+            parts = splits_allowed(keys.most, spec.splits_from, has_pace=False)
+            rows_of_a_block = rows_in_all * parts // device.num_multiprocessors
+            by_device = TALL_TILE if spec.latency_bound else min(TALL_TILE, rows_of_a_block)
+        limit = min(by_head, by_device)
+        # Where the output is wide, nothing is computed while one tall tile begins and another one ends, and there is
+        # more of that the fewer keys they see.
+        if wide and 0 < keys.most <= (VERY_FEW_KEYS if problem.window_right is None else FEW_KEYS):
+            limit = min(limit, TALL_TILE)
     useful_rows = max(SMALLEST_USEFUL_TILE, min(LARGEST_TILE, 1 << limit.bit_length() - 1 if limit else 0))
     # Narrow tiles where a quarter of what wide ones compute would be for nothing.
-    by_64, by_32 = (-(-num_keys // size) * size for size in (64, 32))
+    by_64, by_32 = (-(-keys.most // size) * size for size in (64, 32))
     useful_keys = 32 if 0 < 4 * by_32 <= 3 * by_64 else LARGEST_TILE
-    return TileWorth(useful_rows, useful_keys, rows_in_all <= useful_rows * device.num_multiprocessors)
+    alone = rows_in_all <= useful_rows * device.num_multiprocessors or (wide and fastest is not None)
+    return TileWorth(useful_rows, useful_keys, alone)
+
+
+def _fastest_tile(
+    problem: Problem,
+    spec: KernelSpec,
+    rows: int,
+    group_size: int,
+    num_planes: int,
+    device: Device,
+    keys: VisibleKeys,
+    wide: bool,
+    tallest: int,
+) -> int | None:
+    """Rows of the tile that takes the least time; None if tall ones are many anyway, or nothing is known."""
+    if not spec.latency_bound or keys.most == 0:
+        return None
+    resident = device.num_multiprocessors * (1 if wide else 2)
+    times: dict[int, float] = {}
+    for height in (128, 64, 32) if wide else (128, 64):
+        blocks = num_planes * -(-rows // height)
+        if rows < height:
+            blocks = num_planes // group_size * -(-rows * group_size // height)
+        if height == 128 and blocks > resident:
+            return None
+        pace = pace_of(problem, height, KEYS_OF_A_TILE, rows * num_planes, not wide)
+        if height <= tallest and pace is not None:
+            walk = Walk(blocks, -(-keys.most // KEYS_OF_A_TILE), keys.average, device.num_multiprocessors, resident)
+            times[height] = min(times_by_splits(walk, pace, splits_allowed(keys.most, spec.splits_from, has_pace=True)))
+    return min(times, key=times.__getitem__) if times else None

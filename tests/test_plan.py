@@ -194,7 +194,7 @@ D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 68512 B, batch 0:4, D 64/128, 
 D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160288 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
 GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA 7 rows, forward_mma, 128x64x2/128, grid 256, splits 16, 111584 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+MQA 7 rows, forward_mma, 128x64x2/128, grid 128, splits 8, 111584 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
 MHA, one query, forward_mma, 16x64x2/32, grid 768, splits 3, 75296 B, batch 0:8, D 128/128, align 16, x3
 digits, forward_scalar, 16x64/128, grid 152, splits 4, 43680 B, D 64/16, align 4, x3
 no queries, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
@@ -202,7 +202,7 @@ no keys, forward_mma, 16x64x2/32, grid 8, 40480 B, batch 0:2, D 64/64, align 16,
 no batch, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:0, D 64/64, align 16, x5
 no heads, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
 (B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 62048 B, batch 0:4, D 64/64, align 16, x2
-three batch axes, forward_mma, 64x64x2/128, grid 240, 49696 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
+three batch axes, forward_mma, 128x64x2/128, grid 120, 62048 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
 batch of q broadcast, forward_mma, 64x64x2/128, grid 72, 49696 B, batch 0:9, D 64/64, align 16, x3
 six batch axes, forward_scalar, 16x32/64, grid 36, 24224 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x6
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 1, x3

@@ -20,16 +20,19 @@ from cuflash.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.compile import compile_offline
 from cuflash.kernels import KERNELS, KernelSpec, device_of
 from cuflash.knobs import AUTOMATIC, Settings
+from cuflash.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
 from cuflash.plan import make_plan, refusals
 from cuflash.problem import Problem
 from cuflash.splits import (
     FAST_ENOUGH,
     MAX_SPLITS,
+    MIN_KEYS_PER_PACED_SPLIT,
     MIN_KEYS_PER_SPLIT,
+    VisibleKeys,
     choose_splits,
-    keys_of_a_tile,
     partial_results,
     split_strides,
+    visible_keys,
 )
 from cuflash.testing import check, describe, make_data, run
 
@@ -57,8 +60,9 @@ emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) 
     ],
 )
 def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
-    assert choose_splits(num_blocks, resident, num_keys, block_n, 512) == expected
-    assert choose_splits(num_blocks, resident, num_keys, block_n, num_keys + 1) == 1  # keys are too few
+    walk = Walk(num_blocks, -(-num_keys // block_n), 1.0, 132, resident)
+    assert choose_splits(walk, VisibleKeys(num_keys, 1.0), 512, None) == expected
+    assert choose_splits(walk, VisibleKeys(num_keys, 1.0), num_keys + 1, None) == 1  # keys are too few
 
 
 @settings(max_examples=500, deadline=None)
@@ -67,7 +71,8 @@ def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int
     def time(splits: int) -> int:
         return -(-num_blocks * splits // resident) * -(-num_tiles // splits)
 
-    splits, num_tiles = choose_splits(num_blocks, resident, num_keys, block_n, 0), -(-num_keys // block_n)
+    num_tiles = -(-num_keys // block_n)
+    splits = choose_splits(Walk(num_blocks, num_tiles, 1.0, 132, resident), VisibleKeys(num_keys, 1.0), 0, None)
     allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
     assert splits in allowed
     if num_blocks >= resident or len(allowed) == 1:
@@ -80,10 +85,40 @@ def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int
 
 @settings(max_examples=300, deadline=None)
 @given(
+    st.sampled_from([64, 128]), st.integers(1, 300), st.integers(0, 10**5), st.floats(0.3, 1),
+    st.sampled_from([132, 264]),
+)  # fmt: skip
+def test_choice_by_pace(block_m: int, num_blocks: int, num_keys: int, average: float, resident: int) -> None:
+    """The fewest splits that take hardly longer than the best number; none where one wave of blocks is full."""
+    walk = Walk(num_blocks, -(-num_keys // 64), average, 132, resident)
+    pace = pace_of(square("float16", 128), block_m, 64, num_blocks * block_m, resident > 132)
+    splits = choose_splits(walk, VisibleKeys(num_keys, average), 512, pace)
+    assert 1 <= splits <= max(1, num_keys // MIN_KEYS_PER_PACED_SPLIT)
+    if num_keys < 512 or num_blocks >= resident:
+        assert splits == 1
+        return
+    times = times_by_splits(walk, pace, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_PACED_SPLIT))
+    assert ENOUGH_FASTER * times[splits - 1] <= min(times)
+    assert all(ENOUGH_FASTER * time > min(times) for time in times[: splits - 1])
+
+
+def test_pace() -> None:
+    """A low tile takes more than half of a tall one's time; two on a multiprocessor less than twice that of one."""
+    tall, low = (pace_of(square("float16", 128), rows, 64, 4096, share=True) for rows in (128, 64))
+    assert low.alone < tall.alone < 2 * low.alone and low.shared < tall.shared < 2 * low.shared
+    assert all(pace.alone < pace.shared < 2 * pace.alone for pace in (tall, low))
+    assert pace_of(square("float16", 128), 128, 32, 4096, share=True).alone == tall.alone / 2
+    assert pace_of(square("float16", 128), 64, 64, 4096, share=False).shared == low.alone
+    assert pace_of(square("float16", 128), 16, 64, 4096, share=True) is None
+    assert tall.partial == pytest.approx(0.65 * 4096 * 128 * 4 / 1e6)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
     st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 40), st.none() | st.integers(0, 40),
     st.integers(-70, 70), st.integers(1, 64),
 )  # fmt: skip
-def test_keys_of_a_tile_is_a_bound(n: int, m: int, left: Any, right: Any, offset: int, num_queries: int) -> None:
+def test_visible_keys_are_bounds(n: int, m: int, left: Any, right: Any, offset: int, num_queries: int) -> None:
     problem = dense(gpu((1, n, 8)), gpu((1, m, 8)), window=(left, right))
     position, key = offset + np.arange(n)[:, np.newaxis], np.arange(m)
     visible = np.ones((n, m), bool)
@@ -92,8 +127,10 @@ def test_keys_of_a_tile_is_a_bound(n: int, m: int, left: Any, right: Any, offset
     if right is not None:
         visible &= key <= position + right
     seen = max((int(visible[i : i + num_queries].any(0).sum()) for i in range(n)), default=0)
-    assert seen <= keys_of_a_tile(problem, n, m, offset, num_queries) <= m
-    assert seen <= keys_of_a_tile(problem, n, m, None, num_queries) <= m
+    for known in (offset, None):
+        keys = visible_keys(problem, n, m, known, num_queries)
+        assert seen <= keys.most <= m and 0 <= keys.average <= 1
+        assert n == 0 or visible.sum(1).mean() <= keys.average * keys.most + 1e-9
 
 
 def decode(batch: int = 1, heads: int = 8, keys: int = 65536, **options: Any) -> Problem:

@@ -76,7 +76,7 @@ template <typename Between>
 __device__ __forceinline__ void multiply_shared_pv(Output& o, SharedAddress p, SharedAddress v, Between between) {
     constexpr int kLoads = kFeatureTiles / 2;
     // Equal parts, as large as registers allow.
-    constexpr int kAtOnce = kStages == 1 ? 1 : kLoads % 2 == 0 ? 2 : kLoads % 5 == 0 ? 5 : 1;
+    constexpr int kAtOnce = kStages == 1 || kLoads == 7 ? 1 : kLoads < 7 ? kLoads : 2;
     constexpr int kGroups = kLoads / kAtOnce;
     unsigned int weights[2][kRowTiles][4], values[2][kAtOnce][4];
     const auto fetch = [&](int group) {
