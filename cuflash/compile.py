@@ -150,7 +150,11 @@ def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:
 
     begin = time.perf_counter()
     with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1), "cuflash-compile") as pool:
-        jobs = [pool.submit(kernel_function, plan, device_id) for plan in plans]
+        # The first has a moment for itself: what CuPy finds out about the options, once per process, is most of a warm
+        # start, and threads that begin together would all do it.
+        jobs = [pool.submit(kernel_function, plan, device_id) for plan in plans[:1]]
+        wait(jobs, timeout=0.15)
+        jobs += [pool.submit(kernel_function, plan, device_id) for plan in plans[1:]]
         _, pending = wait(jobs, timeout=0.5)
         if pending:
             message = f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):"

@@ -22,7 +22,7 @@ from .splits import (
     partial_results,
     visible_keys,
 )
-from .worth import TALL_TILE, TileWorth, worth_a_tile
+from .worth import TALL_TILE, Rows, TileWorth, worth_a_tile
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
@@ -92,24 +92,22 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     batch, seqlen_q, num_heads_q = problem.batch, problem.seqlen_q, problem.num_heads_q
     group_size = num_heads_q // problem.num_heads_kv if num_heads_q else 1
     average_rows = seqlen_q // max(batch[0], 1) if varlen else seqlen_q
-    num_planes = num_heads_q * prod(batch)
+    rows = Rows(average_rows, group_size, num_heads_q * prod(batch))
     # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
     # given `out` has no `workspace` to be given too.
     keys = visible_keys(problem, seqlen_q, 0 if varlen else problem.seqlen_k, problem.query_offset, TALL_TILE)
     spec, key = _cached_kernel(problem, device, settings)
-    worth = worth_a_tile(problem, spec, average_rows, group_size, num_planes, device, keys)
+    worth = worth_a_tile(problem, spec, rows, device, keys)
     choice = _choose(problem, device, settings, spec, key, worth)
     resident_blocks = _resident_blocks(choice, device)
     if num_splits is None:
-        packed_heads = heads_per_tile(average_rows, group_size, choice.tile)
-        num_tiles = _num_m_blocks(problem, packed_heads, choice.tile) * (num_planes // packed_heads)
-        num_splits = _choose_splits(problem, spec, device, seqlen_q, choice.tile, num_tiles, resident_blocks, keys)
+        num_splits = _choose_splits(problem, spec, device, rows, keys, choice.tile, resident_blocks)
     if num_splits > 1:
         partial, same_kernel = partial_results(problem), settings._replace(kernel=choice.kernel)
         choice = _choose(partial, device, same_kernel, *_cached_kernel(partial, device, same_kernel), worth)
 
     tile = choice.tile
-    packed_heads = heads_per_tile(average_rows, group_size, tile)
+    packed_heads = rows.heads_per_tile(tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     outer_axes, batch_axes = _walked_axes(problem if num_splits == 1 else partial_results(problem))
     num_batches = prod(length for _, length in batch_axes)
@@ -142,23 +140,15 @@ def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
 
 
 def _choose_splits(
-    problem: Problem,
-    spec: KernelSpec,
-    device: Device,
-    seqlen_q: int,
-    tile: Tile,
-    num_tiles: int,
-    resident_blocks: int,
-    keys: VisibleKeys,
+    problem: Problem, spec: KernelSpec, device: Device, rows: Rows, keys: VisibleKeys, tile: Tile, resident_blocks: int
 ) -> int:
-    """Splits for a tile of a kernel of which `num_tiles` are worked on."""
+    """Parts into which the keys of a kernel's tiles are split."""
     multiprocessors = device.num_multiprocessors
     pace = None
     if spec.latency_bound:
-        num_rows = seqlen_q * problem.num_heads_q * prod(problem.batch)
-        pace = pace_of(problem, tile.block_m, tile.block_n, num_rows, resident_blocks > multiprocessors)
-    key_tiles = -(-keys.most // tile.block_n)
-    walk = Walk(num_tiles, key_tiles, keys.average, multiprocessors, resident_blocks)
+        pace = pace_of(problem, tile.block_m, tile.block_n, rows.total, resident_blocks > multiprocessors)
+    num_tiles, num_blocks = -(-keys.most // tile.block_n), rows.num_tiles(tile.block_m)
+    walk = Walk(num_blocks, num_tiles, keys.average, multiprocessors, resident_blocks)
     return choose_splits(walk, keys, spec.splits_from, pace)
 
 
@@ -173,26 +163,22 @@ def plan_other_lengths(
 ) -> Plan | None:
     """Plan a dense problem with other lengths; None where that changes the build or what of lengths it rests on."""
     tile, packed_heads = plan.tile, plan.packed_heads
-    num_planes = plan.num_batches * problem.num_heads_q
+    rows = Rows(seqlen_q, plan.group_size, plan.num_batches * problem.num_heads_q)
     keys = visible_keys(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
     spec = next(spec for spec in KERNELS if spec.name == plan.kernel)
-    if (
-        packed_heads != heads_per_tile(seqlen_q, plan.group_size, tile)
-        or plan.worth != worth_a_tile(problem, spec, seqlen_q, plan.group_size, num_planes, device, keys)
-    ):  # fmt: skip
+    same_heads = packed_heads == rows.heads_per_tile(tile.block_m)
+    if not same_heads or plan.worth != worth_a_tile(problem, spec, rows, device, keys):
         return None
-    num_m_blocks = -(-seqlen_q * packed_heads // tile.block_m)
-    num_tiles = num_m_blocks * (num_planes // packed_heads)
-    num_splits = _choose_splits(problem, spec, device, seqlen_q, tile, num_tiles, plan.resident_blocks, keys)
+    num_splits = _choose_splits(problem, spec, device, rows, keys, tile, plan.resident_blocks)
     if (num_splits == 1) != (plan.num_splits == 1):
         return None
-    rows = (*problem.batch, problem.num_heads_q, seqlen_q)
+    shape = (*problem.batch, problem.num_heads_q, seqlen_q)
     workspace = 0
     if num_splits > 1:
-        workspace = _workspace(partial_layout(rows, problem.head_dim_v, problem.lse_dtype), num_splits)
+        workspace = _workspace(partial_layout(shape, problem.head_dim_v, problem.lse_dtype), num_splits)
     return plan._replace(
-        num_blocks=num_tiles * num_splits,
-        num_m_blocks=num_m_blocks,
+        num_blocks=rows.num_tiles(tile.block_m) * num_splits,
+        num_m_blocks=-(-seqlen_q * packed_heads // tile.block_m),
         planes_at_once=_planes_at_once(problem, spec, seqlen_k, tile.block_m, plan.group_size // packed_heads),
         num_splits=num_splits,
         workspace=workspace,
@@ -214,11 +200,6 @@ def _planes_at_once(problem: Problem, spec: KernelSpec, seqlen_k: int, block_m: 
 
 def _workspace(partial: Partial, num_splits: int) -> int:
     return num_splits * sum(partial.strides) if num_splits > 1 else 0
-
-
-def heads_per_tile(rows: int, group_size: int, tile: Tile) -> int:
-    """Query heads that share a tile: all of a group where one head's rows do not fill it, else one."""
-    return group_size if rows < tile.block_m else 1
 
 
 class Choice(NamedTuple):

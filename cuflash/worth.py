@@ -14,8 +14,11 @@ SMALLEST_USEFUL_TILE = 16
 LARGEST_TILE = 1024
 TALL_TILE = 64
 """Rows from which on a taller tile saves so little that splitting the keys for it may cost more."""
+HEIGHTS = 128, 64, 32
+"""Of tiles that are weighed by their pace. The lowest has four warps, which hide what they wait for, only where two of
+them share their rows."""
 KEYS_OF_A_TILE = 64
-"""Of those that are weighed by their pace."""
+"""Of the same."""
 FEW_KEYS = 1024
 """For which tall tiles, alone on a multiprocessor, begin and end too often (measured at head_dim 256, causal)."""
 VERY_FEW_KEYS = 128
@@ -33,9 +36,32 @@ class TileWorth(NamedTuple):
     """Whether no two tiles will share a multiprocessor."""
 
 
-def worth_a_tile(
-    problem: Problem, spec: KernelSpec, rows: int, group_size: int, num_planes: int, device: Device, keys: VisibleKeys
-) -> TileWorth:
+class Rows(NamedTuple):
+    """Queries of a problem, as tiles take them."""
+
+    per_head: int
+    """Packed sequences: on average."""
+    group_size: int
+    """Query heads per key head."""
+    num_planes: int
+    """Query heads in all batches."""
+
+    @property
+    def total(self) -> int:
+        """Queries of all heads."""
+        return self.per_head * self.num_planes
+
+    def heads_per_tile(self, block_m: int) -> int:
+        """Query heads that share a tile: all of a group where one head's rows do not fill it, else one."""
+        return self.group_size if self.per_head < block_m else 1
+
+    def num_tiles(self, block_m: int) -> int:
+        """Tiles of so many rows."""
+        packed_heads = self.heads_per_tile(block_m)
+        return -(-self.per_head * packed_heads // block_m) * (self.num_planes // packed_heads)
+
+
+def worth_a_tile(problem: Problem, spec: KernelSpec, rows: Rows, device: Device, keys: VisibleKeys) -> TileWorth:
     """Size that a tile is worth having: not above the rows of one key head, and low enough for all multiprocessors.
 
     Tiles below `TALL_TILE` rows read keys and values so often that splitting the keys of taller ones is better. How
@@ -48,28 +74,23 @@ def worth_a_tile(
     spec
         The kernel.
     rows
-        Queries of one head (for packed sequences: on average).
-    group_size
-        Query heads per key head.
-    num_planes
-        Query heads in all batches.
+        The queries.
     device
         The GPU.
     keys
         What a tile sees; none: not known.
     """
-    rows_in_all, by_head = rows * num_planes, rows * group_size
-    by_device = rows_in_all // device.num_multiprocessors
+    by_head, by_device = rows.per_head * rows.group_size, rows.total // device.num_multiprocessors
     wide = spec.latency_bound and problem.head_dim_v > WIDE_HEAD_DIM
     if problem.op == "attention":
         by_head = 1 << max(by_head - 1, 0).bit_length()  # two tiles of half the height would be as many rows
-    fastest = _fastest_tile(problem, spec, rows, group_size, num_planes, device, keys, wide, by_head)
+    fastest = _fastest_tile(problem, spec, rows, device, keys, by_head)
     if fastest is not None:
         limit = fastest
     else:
         if by_device < TALL_TILE:
             parts = splits_allowed(keys.most, spec.splits_from, has_pace=False)
-            rows_of_a_block = rows_in_all * parts // device.num_multiprocessors
+            rows_of_a_block = rows.total * parts // device.num_multiprocessors
             by_device = TALL_TILE if spec.latency_bound else min(TALL_TILE, rows_of_a_block)
         limit = min(by_head, by_device)
         # Where the output is wide, nothing is computed while one tall tile begins and another one ends, and there is
@@ -80,34 +101,24 @@ def worth_a_tile(
     # Narrow tiles where a quarter of what wide ones compute would be for nothing.
     by_64, by_32 = (-(-keys.most // size) * size for size in (64, 32))
     useful_keys = 32 if 0 < 4 * by_32 <= 3 * by_64 else LARGEST_TILE
-    alone = rows_in_all <= useful_rows * device.num_multiprocessors or (wide and fastest is not None)
+    alone = rows.total <= useful_rows * device.num_multiprocessors or (wide and fastest is not None)
     return TileWorth(useful_rows, useful_keys, alone)
 
 
 def _fastest_tile(
-    problem: Problem,
-    spec: KernelSpec,
-    rows: int,
-    group_size: int,
-    num_planes: int,
-    device: Device,
-    keys: VisibleKeys,
-    wide: bool,
-    tallest: int,
+    problem: Problem, spec: KernelSpec, rows: Rows, device: Device, keys: VisibleKeys, tallest: int
 ) -> int | None:
     """Rows of the tile that takes the least time; None if tall ones are many anyway, or nothing is known."""
-    if not spec.latency_bound or keys.most == 0:
-        return None
+    wide = problem.head_dim_v > WIDE_HEAD_DIM
     resident = device.num_multiprocessors * (1 if wide else 2)
+    if not spec.latency_bound or keys.most == 0 or rows.num_tiles(HEIGHTS[0]) > resident:
+        return None
+    most_splits = splits_allowed(keys.most, spec.splits_from, has_pace=True)
     times: dict[int, float] = {}
-    for height in (128, 64, 32) if wide else (128, 64):
-        blocks = num_planes * -(-rows // height)
-        if rows < height:
-            blocks = num_planes // group_size * -(-rows * group_size // height)
-        if height == 128 and blocks > resident:
-            return None
-        pace = pace_of(problem, height, KEYS_OF_A_TILE, rows * num_planes, not wide)
+    for height in HEIGHTS if wide else HEIGHTS[:-1]:
+        pace = pace_of(problem, height, KEYS_OF_A_TILE, rows.total, not wide)
         if height <= tallest and pace is not None:
-            walk = Walk(blocks, -(-keys.most // KEYS_OF_A_TILE), keys.average, device.num_multiprocessors, resident)
-            times[height] = min(times_by_splits(walk, pace, splits_allowed(keys.most, spec.splits_from, has_pace=True)))
+            num_tiles = -(-keys.most // KEYS_OF_A_TILE)
+            walk = Walk(rows.num_tiles(height), num_tiles, keys.average, device.num_multiprocessors, resident)
+            times[height] = min(times_by_splits(walk, pace, most_splits))
     return min(times, key=times.__getitem__) if times else None

@@ -37,17 +37,14 @@ def assert_right_twice(case: Case, dtype: str, emulator: Emulator) -> None:
 
 
 @rows
-@pytest.mark.parametrize(
-    ("case", "dtype"),
-    [
-        pytest.param(case, dtype, id=f"{case.name}-{dtype}")
-        for number, case in enumerate(CASES)
-        for dtype in (DTYPES[0], DTYPES[1 + number % 3])
-    ],
-)
-def test_cases(spec: KernelSpec, case: Case, dtype: str) -> None:
-    """All in float16, and in turn in one of the other dtypes; on a GPU tests/test_forward.py runs every combination."""
-    assert_right_twice(case, dtype, Emulator(spec.name))
+@pytest.mark.parametrize(("number", "case"), [pytest.param(i, case, id=case.name) for i, case in enumerate(CASES)])
+def test_cases(spec: KernelSpec, number: int, case: Case) -> None:
+    """Each in one of the dtypes that the row takes, in turn; on a GPU tests/test_forward.py runs all combinations."""
+    emulator = Emulator(spec.name)
+    taken = [dtype for dtype in DTYPES if not emulator.refuses(describe(case, dtype))]
+    if not taken:
+        pytest.skip(f"{spec.name} refuses")
+    assert_right_twice(case, taken[number % len(taken)], emulator)
 
 
 @rows
@@ -74,8 +71,10 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
 
 
 @rows
-@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])  # each has tiles of its own
-@pytest.mark.parametrize("capability", [75, 80, 86])
+@pytest.mark.parametrize(
+    ("capability", "dtype"),  # each has tiles of its own
+    [(75, "float16"), (80, "float16"), (86, "float16"), (80, "float32"), (86, "float64")],
+)
 @pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The three tallest tiles and the lowest, of devices with less shared memory."""
@@ -119,9 +118,9 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
 @pytest.mark.parametrize(
     ("calls", "max_examples"),
     [
-        pytest.param(dense_calls(gpu=True), 40, id="dense"),
-        pytest.param(alike_calls(), 40, id="alike"),
-        pytest.param(packed_calls(gpu=True), 30, id="packed"),
+        pytest.param(dense_calls(gpu=True), 20, id="dense"),
+        pytest.param(alike_calls(), 20, id="alike"),
+        pytest.param(packed_calls(gpu=True), 15, id="packed"),
     ],
 )
 @rows

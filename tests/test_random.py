@@ -342,13 +342,13 @@ def assert_right_twice(call: Call, xp: Any, function: Any = None, spec: KernelSp
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
 
 
-@settings(SETTINGS, max_examples=1000)
+@settings(SETTINGS, max_examples=500)
 @given(dense_calls(gpu=False))
 def test_dense_on_the_cpu(call: Call) -> None:
     assert_right_twice(call, np)
 
 
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=250)
 @given(packed_calls(gpu=False))
 def test_packed_on_the_cpu(call: Call) -> None:
     assert_right_twice(call, np)

@@ -34,11 +34,11 @@ ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 FEW, FEWEST = ("64", "128", "256", "everything"), ("128", "everything")
 FEWER_PROBLEMS = {
     "forward_mma": {86: FEW, 89: FEWEST, 100: FEW},
-    "forward_wmma": {86: FEW, 89: FEWEST, 90: FEW, 100: FEW},
+    "forward_wmma": {86: FEW, 89: FEWEST, 90: FEW, 100: FEW, 120: FEW},
     "forward_scalar": {80: FEW, 86: FEW, 89: FEWEST, 100: FEW, 120: FEW},
 }
 """Problems that will do where the compiler does much the same as for another architecture: registers of sm_89 are those
-of sm_86, plan by plan, sm_86 is like sm_80 but for smaller tiles, sm_100 like sm_90."""
+of sm_86, plan by plan, sm_86 is like sm_80 but for smaller tiles, sm_100 like sm_90, WMMA on sm_120 like on sm_86."""
 BOTH_HALVES_ON = 90
 """Architecture for which every problem is compiled in float16 and in bfloat16."""
 SECONDS_PER_KERNEL = 6.0
@@ -69,6 +69,8 @@ def _tensor_core_problems(dtype: str, bias: ArrayInfo, mask: ArrayInfo) -> Itera
         yield f"{dtype}-{head_dim}/{head_dim_v}", describe_attention(x, x, v, causal=True)[0]
     for head_dim in (64, 128, 256):
         yield from _features_alone(dtype, head_dim, bias, mask)
+    few, many = _info((1, 8, 512, 128), dtype), _info((1, 8, 16384, 128), dtype)
+    yield f"{dtype}-splits", describe_attention(few, many, many)[0]
     if dtype == "float16":
         x = _info((16, 16, 2048, 128), dtype)
         yield f"{dtype}-small_softcap", describe_attention(x, x, x, softcap=5.0)[0]
