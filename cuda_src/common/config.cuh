@@ -43,9 +43,7 @@
 #ifndef CUFLASH_ALIBI
 #define CUFLASH_ALIBI 0
 #endif
-// 0: the call has none. 1: any. Else it is from 1e-20 to 256, and where small scores are capped by a polynomial, this
-// is its degree.
-#ifndef CUFLASH_SOFTCAP
+#ifndef CUFLASH_SOFTCAP  // 0: the call has none; else, where small scores are capped by a polynomial, its degree
 #define CUFLASH_SOFTCAP 0
 #endif
 #ifndef CUFLASH_VARLEN
