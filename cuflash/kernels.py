@@ -151,13 +151,15 @@ KERNELS = (
 
 
 def softcap_degree(problem: Problem) -> int:
-    """Degree of the polynomial that caps scores as long as they are small; 0 without softcap.
+    """Degree of the polynomial that caps scores as long as they are small; 0 without softcap, 1 for unusual ones.
 
     Degree 3 is exact enough for scores up to 5 if softcap is 30, and degree 5 for more. Beside other features there is
-    no polynomial, and one build serves every softcap.
+    no polynomial, and one build serves every usual softcap.
     """
     if problem.softcap == 0:
         return 0
+    if not 1e-20 <= problem.softcap <= 256:
+        return 1
     alone = problem.bias is None and problem.mask is None and problem.alibi_slopes is None
     return 3 if alone and problem.softcap >= 30 else 5
 

@@ -27,7 +27,7 @@ def mma_shared_memory(problem: Problem, tile: Tile) -> int:
     few_registers = tile.stages == 1 or (arrays if shared else output >= (80 if arrays else 112))
     maxima = rows * 4 * (tile.num_threads // 32 if few_registers else 1)
     exchange = tile.num_threads * 4 if shared else 128
-    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 56, 16)
+    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 52, 16)
 
 
 # Registers and shared memory are the limit: an instruction that multiplies 16 keys is worth 6 clocks of a tensor core,

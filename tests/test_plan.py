@@ -736,12 +736,12 @@ def test_degree_of_softcap_is_of_the_build() -> None:
     """Where there is a polynomial: other kernels and other features need no second build."""
 
     def degrees(kernel: str, **options: Any) -> list[Any]:
-        problems = (square("float16", 64, softcap=softcap, **options) for softcap in (None, 5, 30))
+        problems = (square("float16", 64, softcap=softcap, **options) for softcap in (None, 5, 30, 256.5, 1e-21))
         return [dict(make_plan(x, H200, Settings(kernel, "", False)).macros)["SOFTCAP"] for x in problems]
 
-    assert degrees("forward_mma") == [0, 5, 3]
-    assert degrees("forward_mma", mask=gpu((4096,), "bool")) == [0, 5, 5]
-    assert degrees("forward_wmma") == degrees("forward_scalar") == [0, 1, 1]
+    assert degrees("forward_mma") == [0, 5, 3, 1, 1]
+    assert degrees("forward_mma", mask=gpu((4096,), "bool")) == [0, 5, 5, 1, 1]
+    assert degrees("forward_wmma") == degrees("forward_scalar") == [0, 1, 1, 1, 1]
 
 
 if __name__ == "__main__":

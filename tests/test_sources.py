@@ -71,7 +71,8 @@ def _tensor_core_problems(dtype: str, bias: ArrayInfo, mask: ArrayInfo) -> Itera
     yield f"{dtype}-splits", describe_attention(few, many, many)[0]
     if dtype == "float16":
         x = _info((16, 16, 2048, 128), dtype)
-        yield f"{dtype}-small_softcap", describe_attention(x, x, x, softcap=5.0)[0]
+        for name, softcap in (("small", 5.0), ("large", 500.0)):
+            yield f"{dtype}-{name}_softcap", describe_attention(x, x, x, softcap=softcap)[0]
 
 
 def representative_problems(*, tensor_cores: bool) -> dict[str, Problem]:

@@ -43,7 +43,9 @@
 #ifndef CUFLASH_ALIBI
 #define CUFLASH_ALIBI 0
 #endif
-#ifndef CUFLASH_SOFTCAP  // 0: the call has none; else, where small scores are capped by a polynomial, its degree
+// 0: the call has none. 1: any. Else it is from 1e-20 to 256, and where small scores are capped by a polynomial, this
+// is its degree.
+#ifndef CUFLASH_SOFTCAP
 #define CUFLASH_SOFTCAP 0
 #endif
 #ifndef CUFLASH_VARLEN

@@ -6,11 +6,12 @@
 
 namespace cuflash {
 
+constexpr bool kUsualSoftcap = kSoftcapDegree > 1;  // tanh by one exponential is exact enough
+
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {
     bool scaled;                  // scores are multiplied by the scale before anything else
     Accumulator zero;             // which only the running kernel knows, see begin_scores
-    bool capped;                  // softcap is small enough for its fast form
     Accumulator factor;           // of natural logits
     Accumulator multiplier;       // factor * log2(e)
     Accumulator inverse;          // 1 / factor
@@ -26,9 +27,8 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
     unit.factor = 1;
     unit.multiplier = static_cast<Accumulator>(kLog2E);
     unit.scale = score_scale(params);
-    if constexpr (kHasSoftcap) {
-        unit.capped = params.softcap >= 1e-20 && params.softcap <= 256;
-        if (unit.capped && kBiasDtype == 0 && !kHasAlibi) {
+    if constexpr (kUsualSoftcap) {
+        if (kBiasDtype == 0 && !kHasAlibi) {
             unit.factor = static_cast<Accumulator>(params.softcap);
             unit.multiplier = static_cast<Accumulator>(params.softcap * kLog2E);
         }
@@ -41,7 +41,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         const float softcap = static_cast<float>(params.softcap);
         const float widest = kSoftcapDegree == 3 ? exponential(0.2f * logarithm(120 * kLargestError / softcap)) : 0.35f;
         const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
-        const bool exact = unit.capped && ratio >= 1e-6 && ratio <= 1e6;
+        const bool exact = ratio >= 1e-6 && ratio <= 1e6;
         unit.small = static_cast<Accumulator>(exact ? limit / ratio : -1);
         const double ninth = 62.0 / 2835 * square * square,
                      seventh = (-17.0 / 315 + 2.25 * 62 / 2835 * square) * square;
@@ -52,6 +52,8 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
             odd[0] -= 0.3125 * odd[2] * square * square, odd[1] += 1.25 * odd[2] * square, odd[2] = 0;
         double power = ratio;
         for (int i = 0; i < 3; ++i, power *= ratio * ratio) unit.odd[i] = static_cast<Accumulator>(odd[i] * power);
+    } else if constexpr (kHasSoftcap) {
+        unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * params.scale / params.softcap);
     } else {
         // A multiplier near the end of the range might count as 0, and 0 x -inf is no hidden score.
         const Accumulator multiplier = static_cast<Accumulator>(params.scale * kLog2E);
@@ -65,13 +67,12 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
     return unit;
 }
 
-// The capped score, in the unit where nothing is added to it. `kFast`: unit.capped.
-template <bool kFast>
+// The capped score, in the unit where nothing is added to it.
 __device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accumulator score) {
     // tanh(x) = 1 - 2 / (exp(2 x) + 1), to 2e-7 of 1
     const float power = exp2_approximate(score * unit.softcap_in_bits);
     const float capped = multiply_add(-2.0f, reciprocal_approximate(power + 1), 1.0f);
-    if constexpr (kFast) return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
+    if constexpr (kUsualSoftcap) return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
     // to 3e-7 of itself, by its series where it is small; tanhf would be as exact, with a branch for each score
     const float x = score * unit.scale.scale * unit.scale.inverse_softcap, square = x * x;
     float series = multiply_add(square, 62.0f / 2835, -17.0f / 315);
@@ -81,7 +82,7 @@ __device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accum
 }
 
 __device__ __forceinline__ Accumulator unit_score(const LogitUnit& unit, Accumulator score) {
-    if constexpr (kHasSoftcap) return unit.capped ? capped_score<true>(unit, score) : capped_score<false>(unit, score);
+    if constexpr (kHasSoftcap) return capped_score(unit, score);
     return unit.scaled ? score * unit.scale.scale : score;
 }
 

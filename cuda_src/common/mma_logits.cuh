@@ -74,13 +74,15 @@ __device__ __forceinline__ void begin_scores(const LogitUnit& unit, const TileRo
     }
 }
 
-template <bool kFast>
 __device__ __forceinline__ void cap_scores(const LogitUnit& unit, Scores& scores) {
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) {
         __syncwarp();  // few at a time: together they take more registers than there are
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) at(scores, r, i) = capped_score<kFast>(unit, at(scores, r, i));
+        for (int r = 0; r < kRows; ++r) {
+            if constexpr (!kUsualSoftcap) __syncwarp();
+            at(scores, r, i) = capped_score(unit, at(scores, r, i));
+        }
     }
 }
 
@@ -104,8 +106,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
         for (int i = 0; i < 3; ++i) logits.odd[i] = logits.is_polynomial ? unit.odd[i] : i == 0;
         if (logits.is_polynomial) return;
-        if (unit.capped) cap_scores<true>(unit, scores);
-        else cap_scores<false>(unit, scores);
+        cap_scores(unit, scores);
     } else if constexpr (kPerRow) {
         if (kOnlyAlibi && !unit.scaled) {
             if constexpr (kFewRegisters) find_shifts(rows, n_begin, lane, logits.shift);
@@ -114,6 +115,8 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         if (rows_have_vectors(params, tile, rows, n_begin, lane))
             add_row_logits<true>(params, tile, unit, rows, n_begin, lane, scores);
         else add_row_logits<false>(params, tile, unit, rows, n_begin, lane, scores);
+    } else if constexpr (kHasSoftcap) {
+        cap_scores(unit, scores);
     } else if (unit.scaled) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {

@@ -9,7 +9,7 @@ namespace cuflash {
 
 constexpr bool kPerRow = kHasArrays || kHasAlibi;  // logits need more than their scores
 constexpr bool kOnlyAlibi = kHasAlibi && !kHasSoftcap && !kHasArrays;
-constexpr bool kOnlySoftcap = kHasSoftcap && !kPerRow;
+constexpr bool kOnlySoftcap = kUsualSoftcap && !kPerRow;
 
 // What a tile row needs for every tile of keys, looked up once.
 struct TileRow {

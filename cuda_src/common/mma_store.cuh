@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
             const long long query = tile.row_begin + warp.first_row + own_row;
             char* row_address = tile.out + query * params.out_strides.row;
             const int num_rows = rows_left(tile, query);
-#pragma unroll 8
+#pragma unroll(kVectorLoads ? 8 : 1)
             for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) {
                 store(pass, pass < num_rows ? row_address : nullptr);
                 row_address += kAtOnce * params.out_strides.row;
