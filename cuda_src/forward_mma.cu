@@ -177,7 +177,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             Scores scores;
             TileLogits logits;
             const long long n_begin = walk.first_key(i) + warp.share * kWarpKeys;
-            begin_scores(shared.unit, rows, n_begin, warp.lane, scores, logits);
+            begin_scores(params, tile, shared.unit, rows, n_begin, warp.lane, scores, logits);
             multiply_qk(scores, q, kept, k, copy_part);
             if constexpr (kStages == 1) {
                 cp_async_wait();
@@ -190,7 +190,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             const long long same_begin = walk.first_key(i) + same.share * kWarpKeys;
             scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, scores, logits);
             if (at_edge) hide_scores(same_rows, same_begin, same.lane, hidden_score(logits), scores);
-            scores_to_weights(scores, multiplier, logits, states, o, shared.exchange, same);
+            const auto hide_nan = [&] {
+                const Warp again = warp_of_tile();
+                hide_by_bias(params, tile, &shared.rows[again.first_row], walk.first_key(i) + again.share * kWarpKeys,
+                             again.lane, scores);
+            };
+            scores_to_weights(scores, multiplier, logits, states, o, shared.exchange, same, hide_nan);
             Weights weights;
             round_scores(weights, scores);
             if constexpr (kShare > 1) {

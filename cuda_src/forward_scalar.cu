@@ -137,8 +137,11 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
             const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
+                const int column = lane + j * kLanesPerRow;
                 Accumulator logit[1] = {scores[i][j]};
-                scores_to_row_logits<false>(params, row, lane + j * kLanesPerRow, logit);
+                RowColumns<1> columns;
+                columns.load<false>(params, row, column);
+                scores_to_row_logits<true>(row, columns, column, logit);
                 scores[i][j] = logit[0];
             }
         }

@@ -112,7 +112,9 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
         Vector16 logits = chunk;
 #pragma unroll
         for (float& logit : logits.values) logit = scaled_score(scale, logit);
-        scores_to_row_logits<kVectors>(params, row, column, logits.values);
+        RowColumns<kChunk> columns;
+        columns.template load<kVectors>(params, row, column);
+        scores_to_row_logits<true>(row, columns, column, logits.values);
         chunk = logits;
     }
 }

@@ -76,10 +76,11 @@ def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
     bucket_v = mma_bucket(p.head_dim_v)
     square = mma_bucket(p.head_dim) == bucket_v
     one_feature = (p.alibi_slopes is None) or (p.softcap == 0)  # their short forms take no more registers
+    one_array = (p.bias is None) != (p.mask is None) and p.alibi_slopes is None and p.softcap == 0
     few = (arrays and newest) or _has_wide_bias(p) or (bucket_v == 224 and not square)
     widest_output = 96 if few else 128
     if arrays:
-        most = 96
+        most = 160 if one_array and not few else 96
     else:
         most = 192 if square and (_is_plain(p) or (one_feature and not newest)) else 144 if newest else 160
     fitting = []
@@ -101,8 +102,8 @@ def mma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
     rows, output, scores = _mma_registers(p, tile)
     queries = rows * mma_bucket(p.head_dim) // 64
     held = output * 5 // 4 + scores
-    if _has_arrays(p) and scores <= 32 and p.alibi_slopes is None and p.softcap == 0 and not _has_wide_bias(p):
-        held += 8
+    if _has_arrays(p) and p.alibi_slopes is None and p.softcap == 0 and not _has_wide_bias(p):
+        held += 32  # of the arrays, on their way
     else:
         held += (queries if queries <= 32 else 0) + (0 if _is_plain(p) else 32)
     registers = 128 if held <= 64 else 168 if held <= 120 else 255

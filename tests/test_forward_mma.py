@@ -5,6 +5,7 @@ Functions take an emulator, as tests/test_mutations.py calls them with changed s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -132,6 +133,29 @@ def softcap_of_no_numbers(emulator: Emulator) -> None:
     q[0, 3, 5], q[0, 20, 7], q[0, 40, 0] = np.nan, np.inf, -np.inf
     for scale in (None, 0.01):
         assert_right(emulator, q, k, v, softcap=30, scale=scale)
+
+
+def bias_of_no_numbers(emulator: Emulator, tile: str = "64x64x2") -> None:
+    """Keys that are no numbers, hidden by the bias of some rows."""
+    emulator, hidden = pinned(emulator, tile), (3, 10, 70)
+    for num_keys, dtype in itertools.product((128, 87), ("float16", "float32")):
+        q, k, v = draw(1, 2, 70, 32), draw(1, 2, num_keys, 32, seed=1), draw(1, 2, num_keys, 32, seed=2)
+        k[0, 1, hidden, :3] = [[np.nan] * 3, [np.inf, 0, 0], [-np.inf, np.inf, 0]]
+        bias = draw(70, num_keys, seed=3, dtype=dtype)
+        bias[:60, hidden] = -np.inf
+        bias[7] = -np.inf
+        assert_right(emulator, q, k, v, bias=bias)
+        assert_right(emulator, q, k, v, bias=bias, mask=draw(70, num_keys) < 1, causal=True)
+
+
+@pytest.mark.parametrize("tile", ["64x64x2", "64x32", "128x64x2"])
+def test_bias_hides_what_is_no_number(tile: str) -> None:
+    bias_of_no_numbers(Emulator("forward_mma"), tile)
+
+
+@pytest.mark.parametrize("kernel", ["forward_wmma", "forward_scalar"])
+def test_bias_hides_what_is_no_number_elsewhere(kernel: str) -> None:
+    bias_of_no_numbers(Emulator(kernel))
 
 
 @pytest.mark.parametrize("kernel", ["forward_mma", "forward_wmma", "forward_scalar"])

@@ -21,6 +21,7 @@ from test_forward_mma import (
     alibi,
     alibi_scales,
     alibi_with_few_registers,
+    bias_of_no_numbers,
     softcap,
     softcap_of_low_scores,
     steps_of_heads,
@@ -230,6 +231,7 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
     "alibi": alibi,
     "alibi_few": alibi_with_few_registers,
     "alibi_scales": alibi_scales,
+    "bias_of_no_numbers": bias_of_no_numbers,
     "softcap": softcap,
     "softcap_of_low_scores": softcap_of_low_scores,
     "splits": _splits,
@@ -245,6 +247,7 @@ SCALAR, WMMA, MMA, COMBINE = "forward_scalar.cu", "forward_wmma.cu", "forward_mm
 MERGE, STORE = "common/merge.cuh", "common/store.cuh"
 SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
 MASK, SCORE, EPILOGUE, FRAGMENTS = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "fragments"))
+COLUMNS = "common/columns.cuh"
 SCALAR_WMMA, WMMA_MMA = f"{SCALAR} {WMMA}", f"{WMMA} {MMA}"
 LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
     f"common/{name}.cuh" for name in ("key_loader", "logit_unit", "mma_softmax", "mma_products")
@@ -252,10 +255,12 @@ LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
 MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, DENSE = (
     f"common/{name}.cuh" for name in ("mma_warp", "mma_rows", "mma_logits", "mma_total", "key_walk", "dense")
 )
-MMA_QUERIES, MMA_STORE, MMA_ALIBI = (f"common/{name}.cuh" for name in ("mma_queries", "mma_store", "mma_alibi"))
+MMA_QUERIES, MMA_STORE, MMA_ALIBI, MMA_ARRAYS = (
+    f"common/{name}.cuh" for name in ("mma_queries", "mma_store", "mma_alibi", "mma_arrays")
+)
 _OF_MMA = (
     LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, MMA_QUERIES,
-    MMA_STORE, MMA_ALIBI,
+    MMA_STORE, MMA_ALIBI, MMA_ARRAYS,
 )  # fmt: skip
 KERNEL_OF = {FRAGMENTS: WMMA, **dict.fromkeys(_OF_MMA, MMA)}
 """Headers of one kernel alone."""
@@ -399,10 +404,11 @@ CHECKS = [
            "no_visible_key; huge_offsets", kernel=MMA),
     Mutant(KEY_WALK, "max(walk.num_tiles - 1, 0)", "(walk.num_tiles - 1)", "no_visible_key", kernel=MMA),
     # Its logits: what products are added to, and the polynomial of small scores.
-    Mutant(MMA_ROWS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
+    Mutant(MMA_ARRAYS, "__all_sync(0xffffffffu, has_vectors<kRun>(params, row))", "true", "bias-mask-odd float16",
            kernel=MMA),
-    Mutant(MMA_ROWS, "constexpr (!kHasArrays)", "constexpr (true)", "bias-mask-odd float16",
-           kernel=MMA),
+    Mutant(MMA_SOFTMAX, "largest_scores<kBiasDtype != 0>", "largest_scores<false>", "bias_of_no_numbers", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "hide_nan();", "", "bias_of_no_numbers", kernel=MMA),
+    Mutant(MMA_SOFTMAX, "largest = largest_scores<false>(scores);", "", "bias_of_no_numbers", kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 0, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "kOnlyAlibi", "alibi_scales", 1, kernel=MMA),
     Mutant(MMA_LOGITS, "kOnlyAlibi && !unit.scaled", "false", "alibi", 1, kernel=MMA),
@@ -450,11 +456,13 @@ CHECKS = [
     Mutant(
         SCORE, "min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))", "kBlockM", "bias-float32 float16"
     ),
-    Mutant(SCORE, "min(column + e, last_column)", "column + e", "bias-float32 float16"),
+    Mutant(COLUMNS, "min(column, last_column) *", "column *", "bias-mask-odd float16"),
+    Mutant(COLUMNS, "if (column + e < last_column)", "", "bias-mask-odd float16", kernel=WMMA_MMA),
+    Mutant(COLUMNS, "min(column, last_column + 1 - kCount)", "column", "bias-float16 float16", kernel=WMMA_MMA),
     Mutant(SCORE, "min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))", "kBlockN", "mask-keys float16"),
-    Mutant(SCORE, " && row.last_column == kBlockN - 1", "", "bias-float16 float16", kernel=WMMA_MMA),
-    Mutant(SCORE, "column_stride == sizeof(Value) && ", "", "mask-scalar float16", kernel=WMMA_MMA),
-    Mutant(SCORE, " && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0", "",
+    Mutant(SCORE, " && (row.last_column + 1) % kCount == 0", "", "bias-mask-odd float16", kernel=WMMA),
+    Mutant(COLUMNS, "column_stride == sizeof(Value) && ", "", "mask-scalar float16", kernel=WMMA_MMA),
+    Mutant(COLUMNS, " && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0", "",
            "bias-mask-odd float16", kernel=WMMA_MMA),
     Mutant(SCALAR, "if (!row.valid) continue;", "", "lengths-63x65 float16"),
     Mutant(SCALAR, "if (lane == 0) store_lse", "store_lse", "lengths-63x65 float16"),
@@ -522,8 +530,9 @@ _BARRIER = re.compile(r"(?:__sync\w+\(\)|\b\w+\.wait\(\)|\b\w+_wait\w*\((?:[^()]
 
 FENCES = (
     (MMA_ROWS, "__syncwarp();  // one row after the other"),
-    (MMA_ROWS, "__syncwarp(); const RowContext row = row_context"),
-    (MMA_ROWS, "if (!kVectors) __syncwarp();"),
+    (MMA_ARRAYS, "__syncwarp(); const RowContext row = row_context"),
+    (MMA_ARRAYS, "if (!kVectors) __syncwarp();"),
+    (MMA_ARRAYS, "__syncwarp(); float& score"),
     (MMA_LOGITS, "__syncwarp();  // few at a time"),
     (MMA_LOGITS, "if constexpr (!kUsualSoftcap) __syncwarp();"),
     (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),

@@ -83,7 +83,7 @@ __device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accum
 
 __device__ __forceinline__ Accumulator unit_score(const LogitUnit& unit, Accumulator score) {
     if constexpr (kHasSoftcap) return capped_score(unit, score);
-    return unit.scaled ? score * unit.scale.scale : score;
+    return kBiasDtype != 0 || unit.scaled ? score * unit.scale.scale : score;
 }
 
 }  // namespace cuflash

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "common/mma_alibi.cuh"
+#include "common/mma_arrays.cuh"
 
 namespace cuflash {
 
@@ -15,6 +16,7 @@ struct TileLogits {
     RowValues shift;     // kOnlyAlibi: to be added
     float odd[3];        // kOnlySoftcap: the logit as a polynomial of the score, see LogitUnit::odd
     bool is_polynomial;  // more than the score itself
+    ArrayRows arrays;    // kHasArrays: on the way
     RowValues largest;   // then: the lane's largest size of a score, a reference as good as the largest score
 };
 
@@ -34,8 +36,13 @@ __device__ __forceinline__ float hidden_score(const TileLogits& logits) {
 }
 
 // What the products of a tile are added to.
-__device__ __forceinline__ void begin_scores(const LogitUnit& unit, const TileRow* rows, long long n_begin, int lane,
-                                             Scores& scores, TileLogits& logits) {
+__device__ __forceinline__ void begin_scores(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
+                                             const TileRow* rows, long long n_begin, int lane, Scores& scores,
+                                             TileLogits& logits) {
+    if constexpr (kHasArrays) {
+        logits.arrays.begin(params, tile, rows, n_begin, lane);
+        logits.arrays.fetch<kRowsAhead>(params, tile, rows, n_begin, lane, 0);
+    }
     logits.shift = {};
     if (kOnlyAlibi && !unit.scaled) {
         AlibiRow alibi[kRows];
@@ -112,9 +119,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
             if constexpr (kFewRegisters) find_shifts(rows, n_begin, lane, logits.shift);
             return;
         }
-        if (rows_have_vectors(params, tile, rows, n_begin, lane))
-            add_row_logits<true>(params, tile, unit, rows, n_begin, lane, scores);
-        else add_row_logits<false>(params, tile, unit, rows, n_begin, lane, scores);
+        add_row_logits(params, tile, unit, rows, n_begin, lane, logits.arrays, scores);
     } else if constexpr (kHasSoftcap) {
         cap_scores(unit, scores);
     } else if (unit.scaled) {

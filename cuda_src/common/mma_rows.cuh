@@ -1,9 +1,9 @@
-// What the rows of a tile are looked up for once, which keys they do not see by their position, and what bias, mask and
-// ALiBi make of their scores.
+// What the rows of a tile are looked up for once, and which keys they do not see by their position.
 #pragma once
 
 #include "common/logit_unit.cuh"
 #include "common/mma_warp.cuh"
+#include "ptx/maximum.cuh"
 
 namespace cuflash {
 
@@ -37,36 +37,20 @@ __device__ __forceinline__ void hide_scores(const TileRow* rows, long long n_beg
     }
 }
 
-// Scores become logits, by all that they need beside the scores. `kVectors` asks for what has_vectors<kRun> has found
-// in all rows.
-template <bool kVectors>
-__device__ __forceinline__ void add_row_logits(const AttentionParams& params, const TileMap& tile,
-                                               const LogitUnit& unit, const TileRow* rows, long long n_begin, int lane,
-                                               Scores& scores) {
+// The largest of the lane's scores in each row. `kKeepNan`: NaN if there is one, else the largest of the others.
+template <bool kKeepNan>
+__device__ __forceinline__ RowValues largest_scores(Scores& scores) {
+    RowValues largest;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        __syncwarp();
-        const RowContext row = row_context(params, tile, rows[row_of(r, lane)].logit, n_begin);
-        constexpr int kAtOnce = kVectors ? kRun : 2;
+        largest.of[r] = at(scores, r, 0);
 #pragma unroll
-        for (int i = 0; i < kColumns; i += kAtOnce) {
-            if (!kVectors) __syncwarp();  // addresses of elements take registers as well
-            float logits[kAtOnce];
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) logits[e] = unit_score(unit, at(scores, r, i + e));
-            scores_to_row_logits<kVectors>(params, row, column_of(i, lane), logits);
-#pragma unroll
-            for (int e = 0; e < kAtOnce; ++e) at(scores, r, i + e) = logits[e];
+        for (int i = 1; i < kColumns; ++i) {
+            const float score = at(scores, r, i);
+            largest.of[r] = kKeepNan ? maximum_or_nan(largest.of[r], score) : maximum(largest.of[r], score);
         }
     }
-}
-
-// Whether all the warp's rows have bias and mask in vectors for this tile.
-__device__ __forceinline__ bool rows_have_vectors(const AttentionParams& params, const TileMap& tile,
-                                                  const TileRow* rows, long long n_begin, int lane) {
-    if constexpr (!kHasArrays) return true;
-    const RowContext row = row_context(params, tile, rows[lane % kRowsPerWarp].logit, n_begin);
-    return __all_sync(0xffffffffu, has_vectors<kRun>(params, row));
+    return largest;
 }
 
 }  // namespace cuflash

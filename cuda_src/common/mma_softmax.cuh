@@ -55,16 +55,21 @@ __device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, 
 }
 
 // Scores become weights relative to the maxima of `states`, to which O is rescaled where they have outgrown it.
+// `hide_nan` hides those among scores that are NaN which should be hidden.
+template <typename HideNan>
 __device__ __forceinline__ void scores_to_weights(Scores& scores, float multiplier, TileLogits& logits,
-                                                  RowStates& states, Output& o, Exchange& exchange, const Warp& warp) {
+                                                  RowStates& states, Output& o, Exchange& exchange, const Warp& warp,
+                                                  HideNan hide_nan) {
     RowValues maxima = states.maxima(warp), largest = logits.largest;
     bool outgrown = false;
-    if (!kOnlySoftcap || !logits.is_polynomial) {
+    if (!kOnlySoftcap || !logits.is_polynomial) largest = largest_scores<kBiasDtype != 0>(scores);
+    if constexpr (kBiasDtype != 0) {
+        bool any_nan = false;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            largest.of[r] = at(scores, r, 0);
-#pragma unroll
-            for (int i = 1; i < kColumns; ++i) largest.of[r] = maximum(largest.of[r], at(scores, r, i));
+        for (int r = 0; r < kRows; ++r) any_nan |= largest.of[r] != largest.of[r];
+        if (__any_sync(0xffffffffu, any_nan)) {
+            hide_nan();
+            largest = largest_scores<false>(scores);
         }
     }
 #pragma unroll

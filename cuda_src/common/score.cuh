@@ -1,6 +1,7 @@
 // From the raw score q.k to the logit: scale, softcap, bias, ALiBi, then hidden keys, in the order of the contract.
 #pragma once
 
+#include "common/columns.cuh"
 #include "common/mask.cuh"
 
 namespace cuflash {
@@ -72,68 +73,56 @@ __device__ __forceinline__ Accumulator scaled_score(const ScoreScale& by, Accumu
     return score * by.scale;
 }
 
-// Whether kCount neighbouring columns of a row can be read at once, wherever they begin in steps of kCount.
-template <int kCount, typename Value>
-__device__ __forceinline__ bool is_vector(const char* row, long long column_stride) {
-    return column_stride == sizeof(Value) && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0;
-}
-
+// Whether bias and mask of a row can be read in vectors: the end of the keys cuts none of them.
 template <int kCount>
 __device__ __forceinline__ bool has_vectors(const AttentionParams& params, const RowContext& row) {
-    bool vectors = (kBiasDtype != 0 || kHasMask) && row.last_column == kBlockN - 1;
+    bool vectors = (kBiasDtype != 0 || kHasMask) && (row.last_column + 1) % kCount == 0;
     if constexpr (kBiasDtype != 0)
         vectors &= is_vector<kCount, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
     if constexpr (kHasMask) vectors &= is_vector<kCount, unsigned char>(row.mask, params.mask_strides.column);
     return vectors;
 }
 
-template <bool kVectors, int kCount, typename Value>
-__device__ __forceinline__ void load_columns(Value (&values)[kCount], const char* row, long long column_stride,
-                                             int column, int last_column) {
-    if constexpr (kVectors) {
-        struct alignas(kCount * sizeof(Value)) Vector {
-            Value values[kCount];
-        };
-        const Vector vector = *reinterpret_cast<const Vector*>(row + column * static_cast<int>(sizeof(Value)));
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) values[e] = vector.values[e];
-    } else {
-#pragma unroll
-        for (int e = 0; e < kCount; ++e)
-            values[e] = load_bits<Value>(row + min(column + e, last_column) * column_stride);
-    }
-}
+// Bias and mask of a row at kCount neighbouring columns.
+template <int kCount>
+struct RowColumns {
+    using Bias = ElementOf<kBiasDtype>::Type;
+    Columns<Bias, kCount> biases;
+    Columns<unsigned char, kCount> visible;
 
-// Adds bias and ALiBi to scaled scores of kCount neighbouring columns, and hides what bias and mask hide. `kVectors`
-// asks for what has_vectors<kCount> has found to be so.
-template <bool kVectors, int kCount>
-__device__ __forceinline__ void scores_to_row_logits(const AttentionParams& params, const RowContext& row, int column,
-                                                     Accumulator (&logits)[kCount]) {
-    bool hidden[kCount] = {};
-    if constexpr (kBiasDtype != 0) {
-        ElementOf<kBiasDtype>::Type biases[kCount];
-        load_columns<kVectors>(biases, row.bias, params.bias_strides.column, column, row.last_column);
+    // `kVectors` asks for what has_vectors<kCount> has found to be so.
+    template <bool kVectors>
+    __device__ __forceinline__ void load(const AttentionParams& params, const RowContext& row, int column) {
+        if constexpr (kBiasDtype != 0)
+            biases.template load<kVectors>(row.bias, params.bias_strides.column, column, row.last_column);
+        if constexpr (kHasMask)
+            visible.template load<kVectors>(row.mask, params.mask_strides.column, column, row.last_column);
+    }
+};
+
+// Adds bias and ALiBi to scaled scores of kCount neighbouring columns, and hides what bias and mask hide. Without
+// `kHideByBias` a key that the bias hides may be left with NaN, if its score is not finite.
+template <bool kHideByBias, int kCount>
+__device__ __forceinline__ void scores_to_row_logits(const RowContext& row, const RowColumns<kCount>& columns,
+                                                     int column, Accumulator (&logits)[kCount]) {
+    typename RowColumns<kCount>::Bias biases[kCount];
+    unsigned char visible[kCount];
+    if constexpr (kBiasDtype != 0) columns.biases.unpack(biases);
+    if constexpr (kHasMask) columns.visible.unpack(visible);
+    const Accumulator distance = row.distance - static_cast<Accumulator>(column);
 #pragma unroll
-        for (int e = 0; e < kCount; ++e) {
+    for (int e = 0; e < kCount; ++e) {
+        bool hidden = false;
+        if constexpr (kBiasDtype != 0) {
             const Accumulator bias = widen<kBiasDtype>(biases[e]);
-            hidden[e] = bias == -infinity();
+            hidden = kHideByBias && bias == -infinity();
             logits[e] += bias;
         }
-    }
-    if constexpr (kHasMask) {
-        unsigned char visible[kCount];
-        load_columns<kVectors>(visible, row.mask, params.mask_strides.column, column, row.last_column);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e) hidden[e] |= visible[e] == 0;
-    }
-    if constexpr (kHasAlibi) {
-        const Accumulator distance = row.distance - static_cast<Accumulator>(column);
-#pragma unroll
-        for (int e = 0; e < kCount; ++e)
+        if constexpr (kHasMask) hidden |= visible[e] == 0;
+        if constexpr (kHasAlibi)
             logits[e] = multiply_add(-row.alibi_slope, absolute(distance - static_cast<Accumulator>(e)), logits[e]);
+        if (hidden) logits[e] = -infinity();
     }
-#pragma unroll
-    for (int e = 0; e < kCount; ++e) logits[e] = hidden[e] ? -infinity() : logits[e];
 }
 
 }  // namespace cuflash
