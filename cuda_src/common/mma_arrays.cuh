@@ -6,6 +6,8 @@
 
 namespace cuflash {
 
+static_assert(kColumns <= 32, "hide_by_bias has a bit for each");
+
 constexpr int kColumnBytes = (kBiasDtype != 0 ? sizeof(ElementOf<kBiasDtype>::Type) : 0) + kHasMask;
 constexpr int kRunRegisters = kHasArrays ? kRun * kColumnBytes / 4 : 1;
 constexpr int kRowRegisters = kColumns / kRun * kRunRegisters;
@@ -70,18 +72,21 @@ __device__ __forceinline__ void add_row_logits(const AttentionParams& params, co
     }
 }
 
-// Hides what the bias hides among scores that are NaN, which those behind the last key are not.
+// Hides what the bias hides, whatever its scores are. Columns behind the last key are hidden already.
 __device__ __forceinline__ void hide_by_bias(const AttentionParams& params, const TileMap& tile, const TileRow* rows,
                                              long long n_begin, int lane, Scores& scores) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const RowContext row = row_context(params, tile, rows[row_of(r, lane)].logit, n_begin);
+        unsigned int hidden = 0;  // bit i: value i
+#pragma unroll 1
+        for (int i = 0; i < kColumns; ++i) {
+            const char* bias = row.bias + min(column_of(i, lane), row.last_column) * params.bias_strides.column;
+            hidden |= static_cast<unsigned int>(load_as<kBiasDtype>(bias) == -infinity()) << i;
+        }
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            __syncwarp();
-            float& score = at(scores, r, i);
-            const char* bias = row.bias + column_of(i, lane) * params.bias_strides.column;
-            if (score != score && load_as<kBiasDtype>(bias) == -infinity()) score = -infinity();
+            if (hidden >> i & 1) at(scores, r, i) = -infinity();
         }
     }
 }
