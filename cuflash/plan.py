@@ -149,7 +149,7 @@ def _choose_splits(
         pace = pace_of(problem, tile.block_m, tile.block_n, rows.total, resident_blocks > multiprocessors)
     num_tiles, num_blocks = -(-keys.most // tile.block_n), rows.num_tiles(tile.block_m)
     walk = Walk(num_blocks, num_tiles, keys.average, multiprocessors, resident_blocks)
-    return choose_splits(walk, keys, spec.splits_from, pace)
+    return choose_splits(walk, keys.most, spec.splits_from, pace)
 
 
 def _resident_blocks(choice: Choice, device: Device) -> int:

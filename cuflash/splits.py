@@ -23,7 +23,7 @@ ENOUGH_THREADS = 256
 """Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
 
 
-def choose_splits(walk: Walk, keys: VisibleKeys, from_keys: int, pace: Pace | None) -> int:
+def choose_splits(walk: Walk, num_keys: int, from_keys: int, pace: Pace | None) -> int:
     """Parts into which the keys of each tile are split; 1 where blocks fill the device, or where keys are few.
 
     Where the pace is not known, s splits are ceil(num_blocks s / resident_blocks) waves of blocks that walk through
@@ -33,14 +33,14 @@ def choose_splits(walk: Walk, keys: VisibleKeys, from_keys: int, pace: Pace | No
     ----------
     walk
         Blocks and the tiles that they walk through.
-    keys
+    num_keys
         Keys that a block sees.
     from_keys
         Keys below which they are not split.
     pace
         Times of a tile.
     """
-    most = min(splits_allowed(keys.most, from_keys, pace is not None), walk.num_tiles // 2)
+    most = min(splits_allowed(num_keys, from_keys, pace is not None), walk.num_tiles // 2)
     if most < 2 or not 0 < walk.num_blocks < walk.resident_blocks:
         return 1
     splits = _fewest_splits(walk, most) if pace is None else fewest_splits(walk, pace, most)

@@ -61,8 +61,8 @@ emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) 
 )
 def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
     walk = Walk(num_blocks, -(-num_keys // block_n), 1.0, 132, resident)
-    assert choose_splits(walk, VisibleKeys(num_keys, 1.0), 512, None) == expected
-    assert choose_splits(walk, VisibleKeys(num_keys, 1.0), num_keys + 1, None) == 1  # keys are too few
+    assert choose_splits(walk, num_keys, 512, None) == expected
+    assert choose_splits(walk, num_keys, num_keys + 1, None) == 1  # keys are too few
 
 
 @settings(max_examples=500, deadline=None)
@@ -72,7 +72,7 @@ def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int
         return -(-num_blocks * splits // resident) * -(-num_tiles // splits)
 
     num_tiles = -(-num_keys // block_n)
-    splits = choose_splits(Walk(num_blocks, num_tiles, 1.0, 132, resident), VisibleKeys(num_keys, 1.0), 0, None)
+    splits = choose_splits(Walk(num_blocks, num_tiles, 1.0, 132, resident), num_keys, 0, None)
     allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
     assert splits in allowed
     if num_blocks >= resident or len(allowed) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -64,22 +65,22 @@ def import_times(backend: str, runs: int) -> dict[str, float]:
     """Seconds that `import cuflash` adds to that of its array library; on a GPU also with an empty kernel cache."""
     before, compile_when = ("import cupy; cupy.empty(1)", "import") if backend == "gpu" else ("import numpy", "lazy")
     code = f"import time; {before}; begin = time.perf_counter(); import cuflash; print(time.perf_counter() - begin)"
-    root = str(Path(__file__).resolve().parents[2])
     with tempfile.TemporaryDirectory() as folder:
-        environment = os.environ | {
-            "CUFLASH_COMPILE": compile_when,
-            "CUPY_CACHE_DIR": folder,
-            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
-        }
 
         def run() -> float:
-            command = [sys.executable, "-c", code]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            return float(done.stdout)
+            return float(_run_python(code, CUFLASH_COMPILE=compile_when, CUPY_CACHE_DIR=folder))
 
         cold = run()
         times = {"warm": min(run() for _ in range(runs))}
         return {"cold": cold} | times if backend == "gpu" else times
+
+
+def _run_python(code: str, *arguments: str, **variables: str) -> str:
+    """What code prints in a process of its own that finds this package."""
+    root = str(Path(__file__).resolve().parents[2])
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
 
 
 def host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[str, float]:
@@ -121,7 +122,21 @@ def _host_time(backend: NumpyBackend, function: Callable[[], Any], calls: int) -
 
 
 def compile_times(device: Device, dtypes: list[str]) -> list[dict[str, Any]]:
-    """Compile each row of the table at head_dim 128 for a GPU that need not be there; processor time in seconds."""
+    """Compile each row of the table at head_dim 128 for a GPU that need not be there; processor time in seconds.
+
+    In a process of its own: where cuDNN has run, and brought the driver's compiler, NVRTC makes other code.
+    """
+    code = (
+        "import json, sys; from cuflash.bench.overheads import compile_rows as run; "
+        "print(json.dumps(run(*json.loads(sys.argv[1]))))"
+    )
+    rows: list[dict[str, Any]] = json.loads(_run_python(code, json.dumps([device, dtypes]), CUFLASH_COMPILE="lazy"))
+    return rows
+
+
+def compile_rows(device_fields: list[int], dtypes: list[str]) -> list[dict[str, Any]]:
+    """What `compile_times` returns, compiled here."""
+    device = Device(*device_fields)
 
     def compile_one(spec: KernelSpec, dtype: str) -> dict[str, Any] | None:
         shape = (4, 16, 4096, 128)
