@@ -77,7 +77,7 @@ def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
     square = mma_bucket(p.head_dim) == bucket_v
     one_feature = (p.alibi_slopes is None) or (p.softcap == 0)  # their short forms take no more registers
     one_array = (p.bias is None) != (p.mask is None) and p.alibi_slopes is None and p.softcap == 0
-    few = (arrays and newest) or _has_wide_bias(p) or (bucket_v == 224 and not square)
+    few = (arrays and newest and not one_array) or _has_wide_bias(p) or (bucket_v == 224 and not square)
     widest_output = 96 if few else 128
     if arrays:
         most = 160 if one_array and not few else 96

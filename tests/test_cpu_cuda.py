@@ -77,13 +77,13 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
 )
 @pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
-    """The three tallest tiles and the lowest, of devices with less shared memory."""
+    """The two tallest tiles and the lowest, of devices with less shared memory."""
     case, device = CASES_BY_NAME[name], device_of(capability)
     problem = describe(case, dtype)
     if spec.refusal(problem, device) is not None:
         pytest.skip(f"{spec.name} refuses")
     tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
-    for tile in dict.fromkeys((*tiles[:3], tiles[-1])):
+    for tile in dict.fromkeys((*tiles[:2], tiles[-1])):
         assert_right_twice(case, dtype, Emulator(spec.name, tile, device))
 
 
@@ -118,9 +118,9 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
 @pytest.mark.parametrize(
     ("calls", "max_examples"),
     [
-        pytest.param(dense_calls(gpu=True), 20, id="dense"),
-        pytest.param(alike_calls(), 20, id="alike"),
-        pytest.param(packed_calls(gpu=True), 15, id="packed"),
+        pytest.param(dense_calls(gpu=True), 15, id="dense"),
+        pytest.param(alike_calls(), 12, id="alike"),
+        pytest.param(packed_calls(gpu=True), 12, id="packed"),
     ],
 )
 @rows

@@ -139,8 +139,8 @@ def bias_of_no_numbers(emulator: Emulator, tile: str = "64x64x2") -> None:
     """Keys that are no numbers, hidden by the bias of some rows."""
     emulator, hidden = pinned(emulator, tile), (3, 10, 70)
     for num_keys, dtype in itertools.product((128, 87), ("float16", "float32")):
-        q, k, v = draw(1, 2, 70, 32), draw(1, 2, num_keys, 32, seed=1), draw(1, 2, num_keys, 32, seed=2)
-        k[0, 1, hidden, :3] = [[np.nan] * 3, [np.inf, 0, 0], [-np.inf, np.inf, 0]]
+        q, k, v = draw(1, 70, 32), draw(1, num_keys, 32, seed=1), draw(1, num_keys, 32, seed=2)
+        k[0, hidden, :3] = [[np.nan] * 3, [np.inf, 0, 0], [-np.inf, np.inf, 0]]
         bias = draw(70, num_keys, seed=3, dtype=dtype)
         bias[:60, hidden] = -np.inf
         bias[7] = -np.inf

@@ -532,7 +532,6 @@ FENCES = (
     (MMA_ROWS, "__syncwarp();  // one row after the other"),
     (MMA_ARRAYS, "__syncwarp(); const RowContext row = row_context"),
     (MMA_ARRAYS, "if (!kVectors) __syncwarp();"),
-    (MMA_ARRAYS, "__syncwarp(); float& score"),
     (MMA_LOGITS, "__syncwarp();  // few at a time"),
     (MMA_LOGITS, "if constexpr (!kUsualSoftcap) __syncwarp();"),
     (MMA_PRODUCTS, "__syncwarp();  // the compiler fetches no further ahead"),

@@ -28,7 +28,6 @@ from cuflash.splits import (
     MAX_SPLITS,
     MIN_KEYS_PER_PACED_SPLIT,
     MIN_KEYS_PER_SPLIT,
-    VisibleKeys,
     choose_splits,
     partial_results,
     split_strides,
@@ -92,7 +91,7 @@ def test_choice_by_pace(block_m: int, num_blocks: int, num_keys: int, average: f
     """The fewest splits that take hardly longer than the best number; none where one wave of blocks is full."""
     walk = Walk(num_blocks, -(-num_keys // 64), average, 132, resident)
     pace = pace_of(square("float16", 128), block_m, 64, num_blocks * block_m, resident > 132)
-    splits = choose_splits(walk, VisibleKeys(num_keys, average), 512, pace)
+    splits = choose_splits(walk, num_keys, 512, pace)
     assert 1 <= splits <= max(1, num_keys // MIN_KEYS_PER_PACED_SPLIT)
     if num_keys < 512 or num_blocks >= resident:
         assert splits == 1
@@ -190,15 +189,12 @@ SPLIT_CASES = [
 
 
 @emulated
-@pytest.mark.parametrize(
-    ("spec", "dtype"),
-    # What splits add is the same in all dtypes but for the accumulator's.
-    [(spec, dtype) for spec in KERNELS for dtype in ("float16", "float64") if dtype in spec.dtypes],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
+@rows
 @pytest.mark.parametrize("name", SPLIT_CASES)
-def test_cases(spec: KernelSpec, name: str, dtype: str) -> None:
-    """Every number of splits from 2 to more than there are tiles, by case."""
+def test_cases(spec: KernelSpec, name: str) -> None:
+    """Every number of splits from 2 to more than there are tiles, by case, and accumulators of both types in turn."""
+    dtypes = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes]
+    dtype = dtypes[SPLIT_CASES.index(name) % len(dtypes)]
     assert_right_twice(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
 
 

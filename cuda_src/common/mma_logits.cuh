@@ -16,8 +16,8 @@ struct TileLogits {
     RowValues shift;     // kOnlyAlibi: to be added
     float odd[3];        // kOnlySoftcap: the logit as a polynomial of the score, see LogitUnit::odd
     bool is_polynomial;  // more than the score itself
-    ArrayRows arrays;    // kHasArrays: on the way
     RowValues largest;   // then: the lane's largest size of a score, a reference as good as the largest score
+    ArrayRows arrays;    // kHasArrays: on the way
 };
 
 // What a score is multiplied by.
