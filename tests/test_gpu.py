@@ -29,6 +29,23 @@ def _close(out: Any, q: Any, k: Any, v: Any, **options: Any) -> None:
     np.testing.assert_allclose(out.get(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("kernel", ["forward_mma", "forward_wmma", "forward_scalar"])
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize(("num_keys", "bias_dtype"), [(304, np.float16), (304, np.float32), (299, np.float16)])
+def test_bias_hides_keys_that_are_no_numbers(num_keys: int, bias_dtype: Any, head_dim: int, kernel: str) -> None:
+    q, k, v = (_draw(2, 3, n, head_dim, dtype=np.float16, seed=n) for n in (200, num_keys, num_keys + 1))
+    v, hidden, bias = v[:, :, 1:], [3, 70, 250], _draw(3, 200, num_keys, dtype=bias_dtype)
+    bias[:, :180, hidden] = -np.inf
+    k[:, :, hidden] = 0
+    with cuflash.options(kernel=kernel):
+        expected = cuflash.attention(q, k, v, bias=bias).get()
+        for row, value in zip(hidden, (np.nan, np.inf, -np.inf), strict=True):
+            k[:, :, row] = value
+        out = cuflash.attention(q, k, v, bias=bias).get()
+    assert out[:, :, :180].tobytes() == expected[:, :, :180].tobytes()
+    assert np.isnan(out[:, :, 180:]).all() and np.isfinite(expected).all()
+
+
 def test_other_stream_orders_with_its_own_work() -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     q = _draw(1, 4, 300, 64)
