@@ -11,7 +11,7 @@ from cases import CASES_BY_NAME, DTYPES
 from cpu_cuda.emulator import Emulator, compiler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_cuda import assert_right_twice, dtypes, rows
+from test_cpu_cuda import assert_right, dtypes, rows
 from test_plan import H200, dense, gpu, packed, square
 
 import cuflash
@@ -195,7 +195,7 @@ def test_cases(spec: KernelSpec, name: str) -> None:
     """Every number of splits from 2 to more than there are tiles, by case, and accumulators of both types in turn."""
     dtypes = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes]
     dtype = dtypes[SPLIT_CASES.index(name) % len(dtypes)]
-    assert_right_twice(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
+    assert_right(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
 
 
 @emulated
@@ -203,7 +203,7 @@ def test_cases(spec: KernelSpec, name: str) -> None:
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
 @pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
-    assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
+    assert_right(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
 
 
 @emulated
@@ -211,7 +211,7 @@ def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None
 def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["keys-9000"]
     assert make_plan(describe(case, "float16"), H200, Settings(spec.name, "", False)).num_splits > 8
-    assert_right_twice(case, "float16", Emulator(spec.name, num_splits=None))
+    assert_right(case, "float16", Emulator(spec.name, num_splits=None))
 
 
 @emulated
@@ -219,7 +219,7 @@ def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)
-    assert_right_twice(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
+    assert_right(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
 
 
 @emulated
