@@ -45,11 +45,18 @@ def test_cases(spec: KernelSpec, number: int, case: Case) -> None:
 
     On a GPU tests/test_forward.py runs all combinations.
     """
-    emulator = Emulator(spec.name)
-    taken = [dtype for dtype in DTYPES if not emulator.refuses(describe(case, dtype))]
+    taken = _taken(spec, case)
     if not taken:
         pytest.skip(f"{spec.name} refuses")
-    assert_right(case, taken[number % len(taken)], emulator, twice=KERNELS[number % len(KERNELS)] == spec)
+    takers = [row for row in KERNELS if _taken(row, case)]
+    twice = takers[number % len(takers)] == spec
+    assert_right(case, taken[number % len(taken)], Emulator(spec.name), twice=twice)
+
+
+def _taken(spec: KernelSpec, case: Case) -> list[str]:
+    """Dtypes in which the row takes a case."""
+    emulator = Emulator(spec.name)
+    return [dtype for dtype in DTYPES if not emulator.refuses(describe(case, dtype))]
 
 
 @rows

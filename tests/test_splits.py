@@ -193,8 +193,8 @@ SPLIT_CASES = [
 @pytest.mark.parametrize("name", SPLIT_CASES)
 def test_cases(spec: KernelSpec, name: str) -> None:
     """Every number of splits from 2 to more than there are tiles, by case, and accumulators of both types in turn."""
-    dtypes = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes]
-    dtype = dtypes[SPLIT_CASES.index(name) % len(dtypes)]
+    taken = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes]
+    dtype = taken[SPLIT_CASES.index(name) % len(taken)]
     assert_right(CASES_BY_NAME[name], dtype, Emulator(spec.name, num_splits=2 + len(name) % 4))
 
 
