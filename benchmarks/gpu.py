@@ -1,11 +1,15 @@
 """Everything that needs a GPU, in one run: tests, sanitizers, benchmarks; the summary comes last.
 
-python benchmarks/gpu.py [tests] [sanitize] [bench] [--quick] [--logs FOLDER]
+python benchmarks/gpu.py [tests] [sanitize] [bench] [--quick] [--logs FOLDER] [--results FOLDER]
+
+The benchmark measures the GPU, then the NumPy back end on two cores, so that both results are of the same sources.
+`--results benchmarks/results` replaces those of the README; `python benchmarks/readme.py` shows them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -20,10 +24,15 @@ from cuflash.kernels import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests", "-m"]
+CPU_THREADS = 2
+"""Cores for the NumPy back end, so that machines of any size can be compared."""
 
 
-def _run(name: str, command: list[str], logs: Path) -> tuple[subprocess.Popen[bytes], Path]:
+def _run(
+    name: str, command: list[str], logs: Path, variables: dict[str, str] | None = None
+) -> tuple[subprocess.Popen[bytes], Path]:
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment |= variables or {}
     log = logs / f"{name}.log"
     with log.open("wb") as stream:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT), log
@@ -33,7 +42,7 @@ def _finish(name: str, started: tuple[subprocess.Popen[bytes], Path], begin: flo
     process, log = started
     status = process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
-    if name == "bench" and "summary:" in lines:
+    if name.startswith("bench") and "summary:" in lines:
         shown = lines[len(lines) - 1 - lines[::-1].index("summary:") :]
     else:
         shown = lines[-1:] if status == 0 else lines[-25:]
@@ -43,12 +52,53 @@ def _finish(name: str, started: tuple[subprocess.Popen[bytes], Path], begin: flo
     )
 
 
+def few_cores(count: int) -> set[int]:
+    """Choose usable cores, no two of them threads of one physical core as long as there are others."""
+    first, second = [], []
+    taken: set[str] = set()
+    for core in sorted(os.sched_getaffinity(0)):
+        siblings = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+        name = siblings.read_text() if siblings.is_file() else str(core)
+        (second if name in taken else first).append(core)
+        taken.add(name)
+    return set([*first, *second][:count])
+
+
+def bench_gpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
+    """Measure the GPU back end and store the results under the GPU's name."""
+    begin = time.perf_counter()
+    stored = results / "gpu.json"
+    command = [sys.executable, "-m", "cuflash", "bench", "--backend", "gpu", "--json", str(stored), *options]
+    finished = _finish("bench-gpu", _run("bench-gpu", command, logs), begin)
+    if stored.is_file():
+        model = json.loads(stored.read_text())["device"].split()[-1].lower()
+        stored.replace(results / f"{model}.json")
+    return finished
+
+
+def bench_cpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
+    """Measure the NumPy back end, and its peers, on `CPU_THREADS` cores."""
+    begin = time.perf_counter()
+    command = [sys.executable, "-m", "cuflash", "bench", "--backend", "numpy", "--json", str(results / "cpu.json")]
+    # Nothing but the cores limits NumPy's own BLAS and the peers as well; a process inherits them.
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, few_cores(CPU_THREADS))
+    variables = {"CUFLASH_NUM_THREADS": str(CPU_THREADS), "CUFLASH_COMPILE": "lazy"}
+    try:
+        started = _run("bench-cpu", [*command, *options], logs, variables)
+    finally:
+        os.sched_setaffinity(0, usable)
+    return _finish("bench-cpu", started, begin)
+
+
 def main() -> int:
     """Run the steps; exit status 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("steps", nargs="*", help="tests, sanitize, bench (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer problems in the benchmark")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder for the full output")
+    parser.add_argument("--results", type=Path, help="folder for what the benchmark stores; default: that of the logs")
+    parser.add_argument("--backends", nargs="*", choices=("gpu", "numpy"), default=("gpu", "numpy"), help="to measure")
     parser.add_argument("--tools", nargs="*", default=TOOLS, help="which of compute-sanitizer's tools")
     parser.add_argument("--kernels", nargs="*", default=[spec.name for spec in KERNELS], help="for the sanitizer")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
@@ -56,6 +106,8 @@ def main() -> int:
     steps = arguments.steps or ["tests", "sanitize", "bench"]
     logs = arguments.logs.resolve()  # the steps run in another folder
     logs.mkdir(parents=True, exist_ok=True)
+    results = (arguments.results or logs).resolve()
+    results.mkdir(parents=True, exist_ok=True)
     summary = []
     for step in steps:
         begin = time.perf_counter()
@@ -78,10 +130,9 @@ def main() -> int:
                 started[label] = _run(label, [tool, "--tool", name, "--error-exitcode", "1", *run], logs)
             summary += [_finish(label, process, begin) for label, process in started.items()]
         else:
-            command = [sys.executable, "-m", "cuflash", "bench", "--backend", "gpu", "--json", str(logs / "bench.json")]
-            if arguments.quick:
-                command.append("--quick")
-            summary.append(_finish("bench", _run("bench", command, logs), begin))
+            options = ["--quick"] if arguments.quick else []
+            benches = {"gpu": bench_gpu, "numpy": bench_cpu}
+            summary += [benches[name](results, logs, options) for name in arguments.backends]
     print("\n".join(text for _, text in summary))
     return 0 if all(good for good, _ in summary) else 1
 

@@ -1,56 +1,124 @@
-"""Write the results into README.md, and all of them into a page beside each file: python benchmarks/readme.py
+"""Write the stored results into README.md, its plot, and a page beside each file: python benchmarks/readme.py
 
-The files are what `python -m cuflash bench --json benchmarks/results/NAME.json` stores; all of them are shown.
+The files are what `python benchmarks/gpu.py bench` stores. The README shows ten problems and one plot; the pages show
+everything.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.bench.report import markdown
+from cuflash.bench.plot import save_overview
+from cuflash.bench.report import CHOSEN, Report, column, markdown, rate
 
 RESULTS = ROOT / "benchmarks" / "results"
+PLOT = RESULTS / "overview.svg"
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PROBLEMS = {
+    "gpu": (
+        "bfloat16 B4 H16 N4096 D128 causal",
+        "float16 B4 H32 N4096 D64 full",
+        "bfloat16 B4 H32/8 N4096 D128 causal",
+        "bfloat16 B1 H32/8 N1x8192 D128 causal",
+        "float32 B2 H16 N4096 D64 causal",
+        "float32 B2 H8 N4096 D128 full",
+        "float64 B2 H16 N4096 D64 causal",
+    ),
+    "numpy": (
+        "float32 B1 H16 N2048 D64 full",
+        "float32 B1 H16 N512 D64 full",
+        "float32 B1 H16/4 N2048 D64 causal window 255,0",
+    ),
+}
+"""Those of the README, by back end: the usual ones, whoever wins them."""
+LEGEND = """\
+B: batch, H: heads (of queries/of keys), N: tokens (queries x keys), D: head_dim. Errors are relative, against float64.
+torch's cuDNN, flash, efficient and math are back ends of its `scaled_dot_product_attention`.
+
+Everything that was measured, with versions and limits: {pages}. `python benchmarks/gpu.py bench --results
+benchmarks/results` measures it again, `python benchmarks/readme.py` writes this section."""
 
 
-INTRODUCTION = """\
-Written by `python benchmarks/readme.py` from what `python -m cuflash bench` measured: TFLOP/s (2 (D + Dv) operations
-for each visible pair), or GB/s where moving the arrays is the limit, and the relative error against float64."""
+def read_reports(folder: Path) -> dict[Path, Report]:
+    """Return all stored reports, those of GPUs first."""
+    reports = {path: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    return dict(sorted(reports.items(), key=lambda item: item[1]["backend"] != "gpu"))
 
 
-def shown(problem: dict[str, Any]) -> bool:
-    """Whether a problem is in the README: of the 16-bit groups, which are long, a part."""
-    if problem["group"] not in ("float16", "bfloat16"):
-        return True
-    return problem["head_dim"] in (64, 128, 256) and problem["seqlen_q"] in (4096, 16384)
+def speeds(problem: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Results that have a speed, fastest first, by the name of who computed them."""
+    results = [result for result in problem["results"] if "tflops" in result]
+    return {column(result): result for result in sorted(results, key=lambda result: -result["tflops"])}
 
 
-def section(path: Path, report: dict[str, Any]) -> str:
-    """Tables of one stored measurement."""
-    page = path.with_suffix(".md").relative_to(ROOT).as_posix()
-    left_out = len(report["problems"]) - sum(map(shown, report["problems"]))
-    more = f"\n\n{left_out} further problems of this run are in [{page}]({page})." if left_out else ""
-    return markdown(report, shown) + more
+def wins(report: Report) -> str:
+    """Who is the fastest how often, in a sentence."""
+    found = Counter(next(iter(by_name)) for problem in report["problems"] if (by_name := speeds(problem)))
+    ours = found.pop(CHOSEN, 0)
+    others = ", ".join(f"{name} in {count}" for name, count in found.most_common())
+    return (
+        f"Of {ours + found.total()} problems on {report['device']}, cuflash is the fastest in {ours}"
+        f"{', ' if others else ''}{others}."
+    )
+
+
+def line(report: Report, name: str) -> str:
+    """Return the row of a problem; SystemExit if it was not measured."""
+    problem = next((problem for problem in report["problems"] if problem["name"] == name), None)
+    if problem is None or CHOSEN not in speeds(problem):
+        raise SystemExit(
+            f"the results of {report['device']} hold no speed of {name}: measure again, or change PROBLEMS"
+        )
+    by_name = speeds(problem)
+    ours = by_name.pop(CHOSEN)
+    cells = [report["device"].partition(",")[0], name, rate(ours), "-", "-", f"{ours['relative_error']:.1e}"]
+    if by_name:
+        other, result = next(iter(by_name.items()))
+        cells[3:5] = f"{other}, {rate(result | {'bound': ours['bound']})}", f"{ours['tflops'] / result['tflops']:.2f}"
+    return f"| {' | '.join(cells)} |"
+
+
+def section(reports: dict[Path, Report]) -> str:
+    """What stands between the markers: the first GPU, and the first CPU."""
+    shown = [next(report for report in reports.values() if report["backend"] == backend) for backend in PROBLEMS]
+    rows = [line(report, name) for report in shown for name in PROBLEMS[report["backend"]]]
+    pages = ", ".join(f"[{path.stem}]({page(path).relative_to(ROOT).as_posix()})" for path in reports)
+    return "\n".join(
+        [
+            f"![Speed against length and head_dim]({PLOT.relative_to(ROOT).as_posix()})",
+            "",
+            "| on | problem | cuflash | fastest other | times its speed | error |",
+            "|---|---|---:|---:|---:|---:|",
+            *rows,
+            "",
+            *map(wins, shown),
+            "",
+            LEGEND.format(pages=pages),
+        ]
+    )
+
+
+def page(path: Path) -> Path:
+    """Where everything of a stored file is shown."""
+    return path.with_suffix(".md")
 
 
 def main() -> int:
-    """Replace what stands between the markers, and write the pages."""
-    reports = {path: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    sections = [INTRODUCTION]
-    for path, report in sorted(reports.items(), key=lambda item: item[1]["backend"] != "gpu"):
-        sections.append(section(path, report))
-        path.with_suffix(".md").write_text(f"# `{path.name}`\n\n{markdown(report)}\n")
+    """Replace what stands between the markers, and write the plot and the pages."""
+    reports = read_reports(RESULTS)
+    for path, report in reports.items():
+        page(path).write_text(f"# `{path.name}`\n\n{markdown(report)}\n")
+    save_overview(next(iter(reports.values())), PLOT)
     readme = ROOT / "README.md"
-    text = readme.read_text()
-    before, rest = text.split(BEGIN)
+    before, rest = readme.read_text().split(BEGIN)
     after = rest.split(END)[1]
-    results = "\n\n".join(sections)
-    readme.write_text(f"{before}{BEGIN}\n{results}\n{END}{after}")
+    readme.write_text(f"{before}{BEGIN}\n{section(reports)}\n{END}{after}")
     return 0
 
 

@@ -3,12 +3,12 @@
 //
 // Grid: one group of lanes per row, a row being the features of one query of one head. The lanes first share the parts
 // among each other to sum up the exponentials of their lse, then walk all parts in index order, each lane with some of
-// the features. A part with an lse of -inf has seen no key and does not count: its memory may hold anything.
+// the features and, for all of them, with the weight of one part in kLanesPerRow. A part with an lse of -inf has seen
+// no key and does not count: its memory may hold anything. Partial results of our own come with their sums, not an lse.
 //
 // Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
 // before anything is summed up.
 
-#include "common/merge.cuh"
 #include "common/params.cuh"
 #include "common/store.cuh"
 
@@ -17,7 +17,7 @@ namespace cuflash {
 constexpr int kVector = 16 / sizeof(Element);
 constexpr int kLanesPerRow = kHeadDimV < 32 * kVector ? kHeadDimV / kVector : 32;
 constexpr int kVectors = kHeadDimV / (kLanesPerRow * kVector);  // of each lane
-constexpr int kPartsAtOnce = kVectors < 8 ? 8 / kVectors : 1;
+constexpr int kPartsAtOnce = kVectors >= 8 ? 1 : 8 / kVectors < kLanesPerRow ? 8 / kVectors : kLanesPerRow;
 
 static_assert((kHeadDimV & (kHeadDimV - 1)) == 0 && kHeadDimV >= 16, "lanes of a row are a power of two");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
@@ -44,11 +44,12 @@ __device__ __forceinline__ RowPlace row_place(const CombineParams& params, long 
     return place;
 }
 
-__device__ __forceinline__ Accumulator load_lse(const CombineParams& params, const RowPlace& place, long long part) {
-    if constexpr (kStacked)
-        return load_bits<Accumulator>(params.lses[0] + place.offset(params.lses_strides[0]) +
-                                      part * params.lses_part_stride);
-    else return load_bits<Accumulator>(params.lses[part] + place.offset(params.lses_strides[part]));
+__device__ __forceinline__ ExponentialSum load_sum(const CombineParams& params, const RowPlace& place, long long part) {
+    const int idx = kStacked ? 0 : static_cast<int>(part);
+    const char* address = params.lses[idx] + place.offset(params.lses_strides[idx]);
+    if constexpr (kStacked) address += part * params.lses_part_stride;
+    const Accumulator sum = load_bits<Accumulator>(address + params.lses_column_stride);
+    return {load_bits<Accumulator>(address), params.lses_column_stride == 0 ? 1 : sum};
 }
 
 // kVector features of a part's row from `column` on; zeros behind the last.
@@ -71,35 +72,31 @@ __device__ __forceinline__ Elements16 load_features(const CombineParams& params,
     return features;
 }
 
-// What a lane reads of some parts: their lse, and its features from a column on.
-struct Parts {
-    Accumulator lses[kPartsAtOnce];
-    Elements16 features[kPartsAtOnce][kVectors];
+// A lane's features of some parts, from a column on.
+struct Features {
+    Elements16 of[kPartsAtOnce][kVectors];
 };
 
-// Parts from `first` on; those behind the last one have seen no key.
-__device__ __forceinline__ Parts load_parts(const CombineParams& params, const RowPlace& place, long long first,
-                                            int first_column) {
-    Parts parts = {};
+// Parts from `first` on; zeros for those behind the last one.
+__device__ __forceinline__ Features load_parts(const CombineParams& params, const RowPlace& place, long long first,
+                                               int first_column) {
+    Features features = {};
 #pragma unroll
     for (int i = 0; i < kPartsAtOnce; ++i) {
-        parts.lses[i] = -infinity();
         if (first + i < params.num_parts) {
-            parts.lses[i] = load_lse(params, place, first + i);
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
-                parts.features[i][v] =
-                    load_features(params, place, first + i, first_column + v * kLanesPerRow * kVector);
+                features.of[i][v] = load_features(params, place, first + i, first_column + v * kLanesPerRow * kVector);
         }
     }
-    return parts;
+    return features;
 }
 
 // The sum over all parts of a row, shared out among its lanes.
 __device__ __forceinline__ ExponentialSum sum_parts(const CombineParams& params, const RowPlace& place, int lane) {
     ExponentialSum total = empty_sum();
     for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
-        total = join(total, sum_of(load_lse(params, place, part)));
+        total = join(total, load_sum(params, place, part));
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
         total = join(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
@@ -108,43 +105,62 @@ __device__ __forceinline__ ExponentialSum sum_parts(const CombineParams& params,
     return total;
 }
 
+// A part's share of the total; below 0 for one that has seen no key, or is none.
+__device__ __forceinline__ Accumulator weight_of(const CombineParams& params, const RowPlace& place, long long part,
+                                                 ExponentialSum total) {
+    if (part >= params.num_parts) return -1;
+    const ExponentialSum sum = load_sum(params, place, part);
+    return sum.largest == -infinity() ? -1 : share_of(sum, total);
+}
+
 __device__ __forceinline__ void combine(const CombineParams& params) {
-    const int lane = threadIdx.x % kLanesPerRow;
+    const int lane = threadIdx.x % kLanesPerRow, first_lane = threadIdx.x % 32 - lane;
     const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
-    // Lanes behind the last row stand at one of the first ones until the warp has shuffled for the last time.
+    // Lanes behind the last row stand at one of the first ones, as all of a warp shuffle.
     const RowPlace place = row_place(params, row);
     ExponentialSum total;
-    int first_column = lane * kVector;
+    Accumulator weight = 0;  // of the part whose number among kLanesPerRow parts is the lane's
+    int column = 0;          // the first one of all lanes
 #pragma unroll 1
     do {
+        const int first_column = column + lane * kVector;
         Accumulator values[kVectors][kVector] = {};
 #pragma unroll 1
         for (long long first = 0; first < params.num_parts; first += kPartsAtOnce) {
-            const Parts parts = load_parts(params, place, first, first_column);
-            if (first == 0 && first_column < kHeadDimV) total = sum_parts(params, place, lane);
-            const PartWeight weight_of(total);
+            const Features features = load_parts(params, place, first, first_column);
+            if (first == 0) total = sum_parts(params, place, lane);
+            const int part = static_cast<int>(first % kLanesPerRow);
+            if (part == 0) weight = weight_of(params, place, first + lane, total);
 #pragma unroll
             for (int i = 0; i < kPartsAtOnce; ++i) {
-                const Accumulator weight = weight_of(parts.lses[i]);
+                const Accumulator of_part = __shfl_sync(0xffffffffu, weight, first_lane + part + i);
+                const bool counts = !(of_part < 0);
 #pragma unroll
                 for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
                     for (int e = 0; e < kVector; ++e) {
-                        const Accumulator feature = widen<kDtype>(parts.features[i][v].values[e]);
-                        values[v][e] += parts.lses[i] == -infinity() ? 0 : weight * feature;
+                        const Accumulator feature = widen<kDtype>(features.of[i][v].values[e]);
+                        const Accumulator joined = multiply_add_subnormal(of_part, feature, values[v][e]);
+                        values[v][e] = counts ? joined : values[v][e];
                     }
                 }
             }
         }
-        if (row >= params.num_rows) return;
-        char* out = params.out + place.offset(params.out_strides);
+        if (row < params.num_rows) {
+            char* out = params.out + place.offset(params.out_strides);
 #pragma unroll
-        for (int v = 0; v < kVectors; ++v)
-            store_features(out, first_column + v * kLanesPerRow * kVector, static_cast<int>(params.head_dim_v),
-                           params.out_column_stride, values[v]);
-        first_column += kHeadDimV;
-    } while (first_column < params.head_dim_v);
-    if (lane == 0 && params.lse) store_bits(params.lse + place.offset(params.lse_strides), log_of(total));
+            for (int v = 0; v < kVectors; ++v)
+                store_features(out, first_column + v * kLanesPerRow * kVector, static_cast<int>(params.head_dim_v),
+                               params.out_column_stride, values[v]);
+        }
+        column += kHeadDimV;
+    } while (column < params.head_dim_v);
+    if (row < params.num_rows && lane == 0 && params.lse) {
+        const char* first = params.lses[0] + place.offset(params.lses_strides[0]);
+        const Accumulator offset =
+            params.lses_column_stride == 0 ? 0 : load_bits<Accumulator>(first + 2 * params.lses_column_stride);
+        store_sum(params.lse + place.offset(params.lse_strides), params.lse_column_stride, total, offset);
+    }
 }
 
 }  // namespace cuflash

@@ -189,7 +189,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             const TileRow* same_rows = &shared.rows[same.first_row];
             const long long same_begin = walk.first_key(i) + same.share * kWarpKeys;
             scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, scores, logits);
-            if (at_edge) hide_scores(same_rows, same_begin, same.lane, hidden_score(logits), scores);
+            if (at_edge) hide_scores(same_rows, same_begin, same.lane, logits, scores);
             const auto hide_nan = [&] {
                 const Warp again = warp_of_tile();
                 hide_by_bias(params, tile, &shared.rows[again.first_row], walk.first_key(i) + again.share * kWarpKeys,

@@ -114,7 +114,7 @@ __device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatur
                 for (int i = 0; i < kRows; ++i) {
 #pragma unroll
                     for (int g = 0; g < kGroup; ++g)
-                        values[i][f + g] = multiply_add(weights[i].values[e], v.values[g], values[i][f + g]);
+                        values[i][f + g] = multiply_add_subnormal(weights[i].values[e], v.values[g], values[i][f + g]);
                 }
             }
         }
@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         const Row row = row_at(params, tile, first_row + i * kGroupsPerWarp);
         if (!row.valid) continue;
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[i], row_sum);
-        if (lane == 0) store_lse(params, tile, row, finished.lse);
+        if (lane == 0) store_lse(params, tile, row, finished);
         char* out = output_row(params, tile, row);
 #pragma unroll
         for (int slice = 0; slice < kNumSlicesV; ++slice) {
@@ -176,7 +176,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                 Accumulator values[kGroup];
 #pragma unroll
                 for (int g = 0; g < kGroup; ++g)
-                    values[g] = o[slice][i][f + g] * finished.multiplier / finished.divisor;
+                    values[g] =
+                        divide_subnormal(multiply_subnormal(o[slice][i][f + g], finished.multiplier), finished.divisor);
                 store_output(params, out, slice * kSliceV + feature_of(f, lane), values);
             }
         }
@@ -261,7 +262,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             for (int i = 0; i < kRows; ++i) {
 #pragma unroll
                 for (int f = 0; f < kFeatures; ++f)
-                    o[slice][i][f] = multiply_add(o[slice][i][f], correction[i], values[i][f]);
+                    o[slice][i][f] = multiply_add_subnormal(o[slice][i][f], correction[i], values[i][f]);
             }
         }
     }

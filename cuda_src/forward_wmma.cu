@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
 #pragma unroll
         for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) o[i][f].x[e] *= factor[i].x[e];
+            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_subnormal(o[i][f].x[e], factor[i].x[e]);
         }
 #pragma unroll
         for (int step = 0; step < kStepsV; ++step) {
@@ -218,7 +218,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
             const FinishedRow finished =
                 finish_row(params, tile, row, states.row_max[i] * logit_factor, row_sum * kWeightUnit);
             factor = finished.multiplier / finished.divisor * kWeightUnit;
-            if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished.lse);
+            if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished);
         }
         if (lane % kLanesPerRow == 0) factors[i][lane / kLanesPerRow] = factor;
     }
@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
 #pragma unroll
             for (int f = begin; f < begin + count; ++f) {
 #pragma unroll
-                for (int e = 0; e < 8; ++e) o[i][f].x[e] *= factor.x[e];
+                for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_subnormal(o[i][f].x[e], factor.x[e]);
                 wmma_store<0>(&rows[i].scores[0][(f - begin) * 16], o[i][f], kPitchS);
             }
             __syncwarp();

@@ -9,8 +9,9 @@ __version__ = "0.1.0"
 
 from . import reference
 from .dense import attention
-from .explain import Explanation, explain, show_config, warmup
-from .knobs import options
+from .doctor import show_config
+from .explain import Explanation, explain, warmup
+from .knobs import check_environment, options
 from .merge import merge_attention_states
 from .varlen import attention_varlen
 
@@ -18,6 +19,10 @@ __all__ = [
     "Explanation", "attention", "attention_varlen", "explain", "merge_attention_states", "options", "reference",
     "show_config", "warmup",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
 
 
 def _compile_at_import() -> None:
@@ -38,4 +43,5 @@ def _compile_at_import() -> None:
         compile_core_kernels()
 
 
+check_environment()
 _compile_at_import()

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
+from .cupy_cache import import_cupy
+
 HOST = -1
 """`ArrayInfo.device` of NumPy arrays; GPU arrays hold their CUDA device number."""
 
@@ -113,11 +115,12 @@ def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
         _refuse(name, "a numpy.ma.MaskedArray", "; pass x.filled(...) and, for hidden keys, mask=")
     if isinstance(x, np.matrix):
         _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
+    x = np.asarray(x)  # past what a subclass may have made of it
     dtype = DTYPE_NAMES.get(x.dtype) or str(x.dtype)
     if not x.dtype.isnative:
         dtype = f"{x.dtype} (byte-swapped)"
     pointer = x.__array_interface__["data"][0]
-    return ArrayInfo(np.asarray(x), x.shape, x.strides, dtype, pointer, HOST, x.flags.writeable)
+    return ArrayInfo(x, x.shape, x.strides, dtype, pointer, HOST, x.flags.writeable)
 
 
 def _inspect_cupy(x: Any, writeable: bool = True) -> ArrayInfo:
@@ -135,21 +138,40 @@ def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
             device_type = 0
         if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
             return _import_gpu_array(name, x, kind)
-        _refuse(name, f"a {kind} that is not on a CUDA device", "; for CPU data pass np.asarray(x)")
+        _refuse(name, f"a {kind} that is not on a CUDA device", _host_hint(x))
     if hasattr(x, "__cuda_array_interface__"):
         return _import_gpu_array(name, x, kind)
     if isinstance(x, (list, tuple)):
         _refuse(name, f"a {type(x).__name__}", "; pass np.asarray(x)")
+    if hasattr(x, "__array__"):
+        _refuse(name, f"a {kind}", "; pass np.asarray(x)")
+    if hasattr(x, "toarray"):
+        _refuse(name, f"a {kind}", "; pass x.toarray()")
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
-    if type(shape) is tuple and dtype is not None and not isinstance(x, np.generic):
+    if type(shape) is tuple and dtype is not None:
         raise TypeError(f"{name} is a {kind} without data: stand-ins are for explain() and warmup()")
     builtin = type(x).__module__ == "builtins"
     _refuse(name, f"{x!r}" if builtin and len(repr(x)) < 40 else f"a {kind}")
 
 
+def _host_hint(x: Any) -> str:
+    """Say how a tensor that is not on a GPU becomes a NumPy array."""
+    device = getattr(getattr(x, "device", None), "type", "cpu")
+    if device == "meta":
+        return "; a tensor on meta has no data"
+    if not hasattr(x, "numpy"):
+        return "; for CPU data pass np.asarray(x)"
+    steps = ".detach()" if getattr(x, "requires_grad", False) else ""
+    if device != "cpu":
+        steps += ".cpu()"
+    if str(getattr(x, "dtype", "")) == "torch.bfloat16":
+        return f"; pass x{steps}.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"
+    return f"; pass x{steps}.numpy()"
+
+
 def _import_gpu_array(name: str, x: Any, kind: str) -> ArrayInfo:
     try:
-        import cupy
+        cupy = import_cupy()
     except ImportError as error:
         raise TypeError(f"{name} is a {kind} on a GPU, which needs CuPy: pip install 'cuflash[cuda13]'") from error
     try:

@@ -25,6 +25,10 @@ from .knobs import FLOAT32_PRECISION
 MAX_HEAD_DIM = 512
 BOUNDARY = 16
 """Bytes; where partial results begin in a workspace."""
+MAX_SCALE = {"float16": 1e30, "bfloat16": 1e30, "float32": 1e30, "float64": 1e300}
+"""Far inside the range of the arithmetic, float32 or float64: what scores are multiplied with later must fit, too."""
+MAX_HEADS_ON_GPU = 2**31 - 1
+"""Kernels count query heads with an int."""
 FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
 
@@ -77,11 +81,19 @@ def check_features(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> None:
         raise ValueError(f"v has head_dim {head_dim_v}, expected 1 to {MAX_HEAD_DIM}")
 
 
-def check_heads(num_heads_q: int, num_heads_k: int, num_heads_v: int) -> None:
+def check_heads(
+    num_heads_q: int, num_heads_k: int, num_heads_v: int, device: int, seqlens: tuple[int, int] | None = None
+) -> None:
+    """Raise a ValueError for heads that do not fit; the lengths tell whether heads and sequence may be confused."""
+    if num_heads_q > MAX_HEADS_ON_GPU and device != HOST:
+        raise ValueError(f"q has {num_heads_q} heads, expected at most {MAX_HEADS_ON_GPU} on a GPU")
     if num_heads_k != num_heads_v:
         raise ValueError(f"v has {num_heads_v} heads but k has {num_heads_k}")
     if num_heads_q % num_heads_v if num_heads_v else num_heads_q:
-        raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_v} heads of k and v")
+        hint = ""
+        if seqlens is not None and 0 < seqlens[1] <= seqlens[0] < num_heads_q and seqlens[0] % seqlens[1] == 0:
+            hint = "; if axes are (batch, sequence, heads, feature), pass x.swapaxes(-3, -2) of each"
+        raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_v} heads of k and v{hint}")
 
 
 def broadcast_batch(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
@@ -108,14 +120,40 @@ def optional_array(
     info = inspect(name, x)
     if info.dtype not in dtypes:
         wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
-        raise TypeError(f"{name} has dtype {info.dtype}, expected {wanted}{' ' + alternative if alternative else ''}")
+        raise TypeError(
+            f"{name} has dtype {info.dtype}, expected {wanted}{' ' + alternative if alternative else ''}"
+            f"{_dtype_hint(name, info.dtype)}"
+        )
     same_device(name, info, "q", infos["q"])
     shape = info.shape
     if len(shape) > len(target) or any(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
     ):
-        raise ValueError(f"{name} has shape {shape}, expected one that broadcasts to {target}")
+        raise ValueError(
+            f"{name} has shape {shape}, expected one that broadcasts to {target}{_axes_hint(name, shape, target)}"
+        )
     infos[name] = info
+
+
+def _dtype_hint(name: str, dtype: str) -> str:
+    """Say how masks of other kinds go in."""
+    if name == "mask" and dtype in FLOAT_NAMES:
+        return "; what is added to the scores goes in as bias"
+    if name == "mask" and dtype in INTEGER_NAMES:
+        return "; if 1 is to attend, pass mask.astype(bool)"
+    return "; what hides where it is False goes in as mask" if (name, dtype) == ("bias", "bool") else ""
+
+
+def _axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
+    """Say how a mask or bias without the axis of heads goes in, as other libraries have them."""
+    if len(target) < 4:
+        return ""
+    colons = ":, " * (len(target) - 3)
+    if shape == (*target[:-3], target[-1]):
+        return f"; if it is one row for all queries of a batch, pass {name}[{colons}None, None, :]"
+    if shape == (*target[:-3], *target[-2:]):
+        return f"; if all heads of a batch share it, pass {name}[{colons}None, :, :]"
+    return ""
 
 
 def parse_integer(name: str, x: Any, expected: str) -> int:
@@ -150,10 +188,14 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
 
 
 def _brief(x: Any) -> str:
+    if x is None:
+        return "None"
     if isinstance(x, int) and x.bit_length() > 128:
         return f"an int of {x.bit_length()} bits"
     if isinstance(x, (bool, int, float, complex, str, np.generic)):
         return f"{x!r}"
+    if type(x) is ArrayInfo:
+        return f"an array of shape {x.shape}"
     return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "")
 
 
@@ -187,6 +229,12 @@ def hashable_window(window: Any) -> Any:
     return window, type(window)
 
 
+def parse_flag(name: str, flag: Any) -> bool:
+    if not isinstance(flag, (bool, np.bool_)):
+        raise TypeError(f"{name} is {_brief(flag)}, expected True or False")
+    return bool(flag)
+
+
 def _real(name: str, x: Any, hint: str) -> float:
     is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
     if not is_number or isinstance(x, (bool, np.bool_)):
@@ -204,8 +252,8 @@ def parse_scale(scale: Any, head_dim: int, dtype: str) -> float:
     if scale is None:
         return head_dim**-0.5
     value = _real("scale", scale, ", or None for head_dim ** -0.5")
-    if dtype != "float64" and abs(value) > FLOAT32_MAX:
-        raise ValueError(f"scale is {value}, expected a number that float32, in which scores are computed, can hold")
+    if abs(value) > MAX_SCALE[dtype]:
+        raise ValueError(f"scale is {value}, expected at most {MAX_SCALE[dtype]:g} in magnitude for {dtype} arrays")
     return value
 
 
@@ -235,7 +283,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
     try:
         parsed = DTYPE_NAMES.get(np.dtype(dtype), str(np.dtype(dtype)))
     except (TypeError, ValueError):
-        parsed = _brief(dtype)
+        parsed = repr(dtype) if len(repr(dtype)) < 40 else _brief(dtype)
     if parsed not in FLOAT_NAMES:
         raise TypeError(f"{name} is {parsed}, expected float16, bfloat16, float32 or float64")
     return parsed

@@ -37,6 +37,8 @@ def fields(stacked: bool) -> tuple[tuple[str, str], ...]:
         ("out_column_stride", "q"),
         ("outs_part_stride", "q"),
         ("lses_part_stride", "q"),
+        ("lses_column_stride", "q"),
+        ("lse_column_stride", "q"),
         ("shape", DIVISOR * ROW_AXES),
         ("num_rows", "q"),
         ("num_parts", "q"),
@@ -91,7 +93,8 @@ def combine_parts(
     Parameters
     ----------
     outs, lses
-        One operand of each for all parts if these are stacked, else up to `MAX_PARTS`.
+        One operand of each for all parts if these are stacked, else up to `MAX_PARTS`. Where `lses`, or `lse`, has one
+        axis more than `rows`, its elements are `PARTIAL_COLUMNS` of a sum and not a logarithm.
     part_strides
         Bytes from part to part, of `outs` and `lses`, if they are stacked.
     """
@@ -113,6 +116,7 @@ def combine_parts(
     build = _build(width, outs, lses, out, lse, part_strides)
     packed = _PACK[stacked][1](
         *every(outs), *every(lses), *walked(out), *walked(lse), *columns, out.strides[-1], *(part_strides or (0, 0)),
+        *(x.strides[-1] if x and len(x.strides) > len(rows) else 0 for x in (lses[0], lse)),
         *(x for length in shape for x in divisor(length)), prod(shape), num_parts, width,
     )  # fmt: skip
     pieces = []

@@ -12,10 +12,11 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
+from threading import RLock
 from typing import Any, NamedTuple
 
 from . import knobs
+from .cupy_cache import compile_in_memory
 from .plan import Build, Macros, Plan
 
 
@@ -58,7 +59,8 @@ def compiler_options() -> tuple[str, ...]:
 
 
 _functions: dict[tuple[str, Macros, int], Any] = {}
-_locks: dict[tuple[str, Macros, int], Lock] = {}
+_locks: dict[tuple[str, Macros, int], Any] = {}
+"""Reentrant: a signal handler may need the kernel that it keeps from being compiled."""
 
 
 def kernel_function(plan: Plan | Build, device_id: int) -> Any:
@@ -66,7 +68,7 @@ def kernel_function(plan: Plan | Build, device_id: int) -> Any:
     key = (plan.kernel, plan.macros, device_id)
     function = _functions.get(key)
     if function is None:
-        with _locks.setdefault(key, Lock()):
+        with _locks.setdefault(key, RLock()):
             function = _functions.get(key)
             if function is None:
                 function = _functions[key] = _build(plan, device_id)
@@ -80,8 +82,11 @@ def _build(plan: Plan | Build, device_id: int) -> Any:
     dump(plan.kernel, text)
     with cupy.cuda.Device(device_id):
         try:
-            module = cupy.RawModule(code=text, options=compiler_options(), backend="nvrtc")
-            kernel = module.get_function(f"cuflash_{plan.kernel}")
+            try:
+                kernel = _load(plan.kernel, text)
+            except OSError as error:
+                compile_in_memory(error)
+                kernel = _load(plan.kernel, text)
             if plan.shared_memory > 48 * 1024:
                 kernel.max_dynamic_shared_size_bytes = plan.shared_memory
             return kernel.kernel
@@ -90,6 +95,12 @@ def _build(plan: Plan | Build, device_id: int) -> Any:
             first_line = text.partition("\n")[0]
             hint = "" if log else "; a missing NVRTC comes with pip install 'cuflash[cuda13]' (or [cuda12])"
             raise KernelCompileError(f"could not compile or load {first_line}: {error}{hint}") from error
+
+
+def _load(kernel: str, text: str) -> Any:
+    import cupy
+
+    return cupy.RawModule(code=text, options=compiler_options(), backend="nvrtc").get_function(f"cuflash_{kernel}")
 
 
 def dump(kernel: str, text: str) -> None:

@@ -6,6 +6,7 @@ import warnings
 
 from .arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from .compile import compile_core
+from .cupy_cache import import_cupy
 from .kernels import Device
 from .knobs import AUTOMATIC
 from .plan import Plan, make_plan
@@ -29,8 +30,7 @@ def core_plans(device: Device) -> list[Plan]:
 def compile_core_kernels() -> None:
     """Compile the core rows for the current GPU; a failure is a warning, and the call that needs the kernel raises."""
     try:
-        import cupy
-
+        cupy = import_cupy()
         if not cupy.cuda.is_available():
             return
         from .launch import device_info

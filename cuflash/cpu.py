@@ -1,50 +1,50 @@
 """NumPy back end: tiled attention with the online softmax, in O(N) memory, on all cores.
 
-The work is cut into blocks of query rows; a block walks over the tiles of keys that it can see and keeps, per row, the
-largest logit, the sum of weights and the weighted values. How it is cut depends on the problem only, and each block is
-reduced in one fixed order by BLAS on one thread, so results do not depend on the number of threads.
+The work is cut into blocks of heads and query rows (`cpu_blocks`); a block walks over the tiles of keys that it can see
+and keeps, per row, the largest logit, the sum of weights and the weighted values. How it is cut depends on the problem
+only, and each block is reduced in one fixed order by BLAS on one thread, so results do not depend on the number of
+threads. Nothing is decided by the values of keys that a row does not see, so its bits do not depend on them.
 
 Arithmetic is in float32 (float64 for float64): NumPy has no fast products of 16-bit arrays, so tiles are widened. Tiles
-are joined in float64, so that the error does not grow with the number of keys.
+are joined in float64, so that the error does not grow with the number of keys. Rows whose logits float32 cannot hold
+are computed again in float64.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
-from typing import Any
+from math import isfinite, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .checks import clamp_offset
-from .cpu_tile import Arithmetic, Array, Block, Scratch, Sequence, operand, to_logits, widen_into
+from .cpu_blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Cuts, Sequence, blocks, cuts_of, sequence_of
+from .cpu_bounds import bounded_rows, may_bound, thin_rows
+from .cpu_direct import attend_directly, is_plain
+from .cpu_scores import MIN_COLUMN, HeadsLast, RowsLast, Scratch, layout_of
+from .cpu_tile import Arithmetic, load_queries, operand, to_logits
 from .knobs import num_threads
 from .problem import Problem
-from .threads import one_blas_thread, run_on_threads
+from .threads import run_on_threads
 
-TILE_ELEMENTS = 2**18
-"""Limit for the scores, the keys and the values of a tile: 1 MiB in float32, which a second-level cache holds."""
-BLOCK_ROWS = 256
-MIN_BLOCKS = 16
-"""Blocks get shorter, down to `MIN_BLOCK_ROWS`, where there would be fewer of them."""
-MIN_BLOCK_ROWS = 64
-GROUPED_SCORES = 2**17
-"""Heads with few queries and keys share a block up to this many scores, so that NumPy calls do not dominate."""
-SUM_LENGTH = 64
-"""Weights that BLAS adds up in float32 before the sums are joined in float64."""
 SCRATCH_BYTES = 48 * 2**20
 """Limit for the scratch memory of all threads together."""
-THREAD_COST = 2**25
-"""Multiplications (about 0.5 ms) for which another thread is worth waking."""
+THREAD_COST = 2**23
+"""Multiplications (about 0.13 ms) for which another thread is worth waking."""
+KEPT_BYTES = 2**23
+"""Scratch memory that is kept for the next call: new memory costs a page fault for every 4 KiB."""
+MAX_FREE = 8
+_free: list[Scratch] = []
+SAFE_LOGIT = 1e30
+"""Logits below this stay finite in float32, with a bias, too."""
 
-SAFE_LOGIT = 30.0
-"""Logits within +-SAFE_LOGIT go through exp as they are: weights from 1e-13 to 1e13 lose nothing in float32."""
-SAFE_VALUES = (1e-20, 1e15)
-"""Largest |v| for which products with such weights neither overflow nor become subnormal."""
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
+TINY = np.finfo(np.float32).tiny
+LOWEST = {dtype: np.finfo(dtype).min for dtype in (FLOAT32, FLOAT64)}
 
 
-def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> None:
+def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequence]:
     """Compute `cuflash.attention` of checked NumPy arrays.
 
     Parameters
@@ -55,15 +55,27 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> None:
         Views broadcast to the problem's axes: q (*batch, Hq, Nq, D), k (*batch, Hkv, Nk, D), v (*batch, Hkv, Nk, Dv),
         out (*batch, Hq, Nq, Dv), lse (*batch, Hq, Nq), bias and mask (*batch, Hq, Nq, Nk), alibi_slopes and sinks
         (*batch, Hq), query_offsets (*batch). out and lse are written; lse and the options may be None.
+
+    Returns
+    -------
+    list of Sequence
+        What `compute` was given.
     """
+    if not problem.num_heads_q:
+        return []
+    group_size = problem.num_heads_q // problem.num_heads_kv
+    named = dict(arrays)
+    offsets = named.pop("query_offsets", None)
+    named = {name: named.get(name) for name in ARRAYS}
     sequences = []
-    names = ("q", "k", "v", "out", "lse", "bias", "mask", "alibi_slopes", "sinks")
-    offsets = arrays.get("query_offsets")
-    for index in np.ndindex(*problem.batch):
-        part: dict[str, Any] = {name: None if (x := arrays.get(name)) is None else x[index] for name in names}
-        offset = problem.query_offset if offsets is None else clamp_offset(int(offsets[index]))
-        sequences.append(Sequence(**part, offset=offset or 0, bounds={}))
-    _compute(problem, sequences)
+    if offsets is None:
+        sequences.append(sequence_of(named, group_size, problem.query_offset or 0))
+    else:
+        for index in np.ndindex(*problem.batch):
+            part = {name: None if x is None else x[index] for name, x in named.items()}
+            sequences.append(sequence_of(part, group_size, clamp_offset(int(offsets[index]))))
+    compute(Task.of(problem), sequences)
+    return sequences
 
 
 def attention_varlen(problem: Problem, arrays: Mapping[str, Array | None]) -> None:
@@ -77,11 +89,14 @@ def attention_varlen(problem: Problem, arrays: Mapping[str, Array | None]) -> No
         q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv), out (total_q, Hq, Dv), lse (total_q, Hq) or None,
         cu_seqlens_q and cu_seqlens_k (B + 1,), alibi_slopes and sinks (B, Hq) or None. out and lse are written.
     """
+    if not problem.num_heads_q:
+        return
+    group_size = problem.num_heads_q // problem.num_heads_kv
     boundaries_q, boundaries_k = (np.asarray(arrays[name]).tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
     sequences = []
     for index in range(len(boundaries_q) - 1):
         rows, keys = (slice(x[index], x[index + 1]) for x in (boundaries_q, boundaries_k))
-        part: dict[str, Any] = {}
+        part: dict[str, Array | None] = {}
         for name, which in (("q", rows), ("k", keys), ("v", keys), ("out", rows), ("lse", rows)):
             tokens = arrays.get(name)
             part[name] = None if tokens is None else tokens[which].swapaxes(0, 1)
@@ -91,226 +106,245 @@ def attention_varlen(problem: Problem, arrays: Mapping[str, Array | None]) -> No
         offset = problem.query_offset
         if offset is None:
             offset = (keys.stop - keys.start) - (rows.stop - rows.start)
-        sequences.append(Sequence(**part, bias=None, mask=None, offset=offset, bounds={}))
+        sequences.append(sequence_of(part, group_size, offset))
+    compute(Task.of(problem), sequences)
     for name, nothing in (("out", 0.0), ("lse", -np.inf)):
         result = arrays.get(name)
         if result is not None:
             result[boundaries_q[-1] :] = nothing
-    _compute(problem, sequences)
 
 
-def _compute(problem: Problem, sequences: list[Sequence]) -> None:
-    arithmetic = Arithmetic.of(problem)
-    queue = deque(sorted(_blocks(problem, sequences), key=lambda block: -block.cost))
-    if not queue:
-        return
-    affordable = max(1, SCRATCH_BYTES // _scratch_bytes(problem, arithmetic.dtype.itemsize))
-    useful = 1 + sum(block.cost for block in queue) // THREAD_COST
-    with one_blas_thread:
-        run_on_threads(min(num_threads(), affordable, useful, len(queue)), lambda: _work(queue, arithmetic))
+class Task(NamedTuple):
+    """A problem, and what follows from it for each of its calls."""
+
+    problem: Problem
+    arithmetic: Arithmetic
+    is_plain: bool
+    cuts: Cuts | None
+    """Of its one sequence, if known."""
+
+    @classmethod
+    def of(cls, problem: Problem, sequence: Sequence | None = None) -> Task:
+        """Task of a problem, or of calls with one sequence of the same shape."""
+        dtype = FLOAT64 if problem.dtype == "float64" else FLOAT32
+        cuts = None if sequence is None else cuts_of(problem, sequence, 1)
+        return cls(problem, Arithmetic.of(problem, dtype), is_plain(problem), cuts)
 
 
-def _scratch_bytes(problem: Problem, itemsize: int) -> int:
-    """Scratch memory of one thread, at most."""
-    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
-    rows = BLOCK_ROWS * ((head_dim + head_dim_v) * itemsize + head_dim_v * 8)
-    tiles = itemsize
-    if problem.bias is not None or problem.mask is not None:
-        tiles += 1 + itemsize
-    features = max(head_dim, head_dim_v)
+def compute(task: Task, sequences: list[Sequence]) -> None:
+    """Compute attention of sequences, each with its own place in the results."""
+    # Asked first: a setting that is wrong raises before anything is written.
+    limit = num_threads()
+    queue = blocks(task.problem, sequences, task.cuts)
+    useful = 1
+    if len(queue) > 1 < limit:
+        useful = min(limit, len(queue), 1 + sum([block.cost for block in queue]) // THREAD_COST)
+    if useful > 1:
+        useful = min(useful, max(1, SCRATCH_BYTES // _scratch_bytes(task.problem, queue[0].tile_keys)))
+    run_on_threads(useful, queue, lambda blocks: _work(blocks, task))
+
+
+def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
+    """Scratch memory of one thread, at most, except for what is computed again."""
+    itemsize = 8 if problem.dtype == "float64" else 4
+    features = problem.head_dim + problem.head_dim_v
+    rows = BLOCK_ROWS * (features * itemsize + problem.head_dim_v * 8)
+    # Scores, and for a bias or a mask its copy and what it hides.
+    tiles = TILE_BYTES * (1 if problem.bias is None and problem.mask is None else 3)
     # Copies of keys and values, whether or not dtype and strides ask for them.
-    keys = TILE_ELEMENTS // max(BLOCK_ROWS, features) * (head_dim + head_dim_v) * itemsize
-    return rows + tiles * TILE_ELEMENTS + keys
+    keys = min(tile_keys, problem.seqlen_k) * features * itemsize
+    return rows + tiles + keys
 
 
-def _work(queue: deque[Block], arithmetic: Arithmetic) -> None:
-    """Compute blocks until none is left; runs in several threads at once."""
-    scratch = Scratch()
+def _work(blocks: Iterator[Block], task: Task) -> None:
+    """Compute blocks; runs in several threads at once."""
+    problem, arithmetic, plain, _ = task
+    try:
+        scratch = _free.pop()
+    except IndexError:
+        scratch = Scratch()
     with np.errstate(all="ignore"):
         try:
-            while True:
-                try:
-                    block = queue.popleft()
-                except IndexError:
-                    break
-                _attend(block, arithmetic, scratch)
+            for block in blocks:
+                if plain and block.is_direct:
+                    again = attend_directly(block, arithmetic, scratch)
+                    if again is not None:
+                        _compute_in_float64(block, problem, scratch, again)
+                else:
+                    _compute_block(block, problem, arithmetic, scratch)
         finally:
-            # After an error or an interrupt the other threads need not go on.
-            queue.clear()
+            if scratch.num_bytes <= KEPT_BYTES and len(_free) < MAX_FREE:
+                _free.append(scratch)
 
 
-def _blocks(problem: Problem, sequences: list[Sequence]) -> Iterator[Block]:
-    """Cut the work into blocks, by nothing but shapes and options."""
-    num_heads_kv = problem.num_heads_kv
-    if not num_heads_kv or not problem.num_heads_q:
-        return
-    group_size = problem.num_heads_q // num_heads_kv
-    features = max(problem.head_dim, problem.head_dim_v)
-    row_limit = BLOCK_ROWS
-    while row_limit > MIN_BLOCK_ROWS:
-        tall = sum(-(-sequence.q.shape[1] * group_size // row_limit) for sequence in sequences)
-        if tall * num_heads_kv >= MIN_BLOCKS:
-            break
-        row_limit //= 2
-    members = min(group_size, row_limit)
-    for sequence in sequences:
-        seqlen_q, seqlen_k = sequence.q.shape[1], sequence.k.shape[1]
-        heads_per_block = 1
-        if group_size * seqlen_q <= row_limit:
-            footprint = max(group_size * seqlen_q, features, MIN_BLOCK_ROWS) * max(seqlen_k, 1)
-            heads_per_block = max(1, GROUPED_SCORES // footprint)
-        num_row_blocks = -(-seqlen_q * members // row_limit)
-        row_starts = [seqlen_q * i // num_row_blocks for i in range(num_row_blocks + 1)] if num_row_blocks else []
-        for first_row, stop_row in pairwise(row_starts):
-            height = max(members * (stop_row - first_row), features, MIN_BLOCK_ROWS)
-            tile_keys = TILE_ELEMENTS >> (height - 1).bit_length()
-            low, high = _visible_keys(problem, sequence.offset + first_row, sequence.offset + stop_row - 1, seqlen_k)
-            for head in range(0, num_heads_kv, heads_per_block):
-                heads_kv = slice(head, min(head + heads_per_block, num_heads_kv))
-                for member in range(0, group_size, members):
-                    stop = (heads_kv.stop - 1) * group_size + min(member + members, group_size)
-                    heads_q = slice(head * group_size + member, stop)
-                    rows = (stop_row - first_row) * (heads_q.stop - heads_q.start)
-                    yield Block(
-                        sequence,
-                        heads_q,
-                        heads_kv,
-                        slice(first_row, stop_row),
-                        slice(low, high),
-                        tile_keys,
-                        group_size * seqlen_q * (high - low) > 8 * features * seqlen_k,
-                        (rows + 16) * (high - low) * (problem.head_dim + problem.head_dim_v + 64),
-                    )
+def _compute_block(block: Block, problem: Problem, arithmetic: Arithmetic, scratch: Scratch) -> None:
+    """Compute and store the rows of a block; rows that do not come out well are computed again in another way."""
+    result = _attend(block, arithmetic, scratch, may_bound(block, arithmetic))
+    again = _overflowed(block, problem, result)
+    _store(block, result)
+    if result.bounded is not None:
+        thin = thin_rows(block, arithmetic, result.bounded, result.total)
+        if thin.any():
+            result = _attend(block, arithmetic, scratch, False)
+            beyond = _overflowed(block, problem, result)
+            _store(block, result, thin)
+            if beyond is not None:
+                again = thin & beyond if again is None else np.where(thin, beyond, again)
+    if again is not None and arithmetic.dtype == FLOAT32:
+        _compute_in_float64(block, problem, scratch, again)
 
 
-def _visible_keys(problem: Problem, first: int, last: int, seqlen_k: int) -> tuple[int, int]:
-    """Range of the keys that queries at key positions `first` to `last` see."""
-    low = 0 if problem.window_left is None else max(0, first - problem.window_left)
-    high = seqlen_k if problem.window_right is None else min(seqlen_k, last + problem.window_right + 1)
-    return low, max(low, high)
+def _compute_in_float64(block: Block, problem: Problem, scratch: Scratch, which: Array) -> None:
+    """Compute and store rows that float32 was too narrow for."""
+    _store(block, _attend(block, Arithmetic.of(problem, FLOAT64), scratch, False), which)
 
 
-def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> None:
-    """Compute and store the rows of a block."""
+class Softmax(NamedTuple):
+    """What a block has reduced its keys to. The heads are those of the leading axes, rows those of the group."""
+
+    peak: Array
+    """(heads, rows): the largest logit, -inf for rows that see no key; 0 for bounded rows."""
+    total: Array
+    """(heads, rows): sum of exp(logit - peak), above 0 for rows that see a key, else 0."""
+    values: Array
+    """(heads, rows, Dv): sum of exp(logit - peak) v."""
+    divided: bool = False
+    """The values are divided by the total already."""
+    stored: bool = False
+    """The values are the output, in its place."""
+    bounded: Array | None = None
+    """(heads, rows): rows whose logits were not shifted, if any was looked for."""
+
+
+def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch, try_bounds: bool) -> Softmax:
+    """Reduce the keys that the rows of a block see."""
     sequence, dtype = block.sequence, arithmetic.dtype
-    source = sequence.q[block.heads_q, block.rows]
-    num_heads, num_rows, head_dim = source.shape
-    num_groups = block.heads_kv.stop - block.heads_kv.start
-    rows = (num_groups, num_heads // num_groups * num_rows)
-    values_shape = (*rows, sequence.v.shape[-1])
-    q = scratch.take("q", source.shape, dtype)
-    widen_into(q, source)
-    if arithmetic.fold != 1.0:
-        q *= dtype.type(arithmetic.fold)
-    q = q.reshape(*rows, head_dim)
-
-    bounded = _is_bounded(block, arithmetic, q, scratch)
-    peak = np.full(rows, 0.0 if bounded else -np.inf, dtype)
-    total = np.zeros(rows)
-    product = scratch.take("product", values_shape, dtype)
-    tiles = list(_tiles(block))
-    # A single tile has nothing to be joined with.
-    joined = len(tiles) > 1
-    values = scratch.take("values", values_shape, np.dtype(np.float64)) if joined else product
-    values[...] = 0.0
-    for keys in tiles:
-        k = operand(sequence.k[block.heads_kv, keys], "k", dtype, scratch)
-        scores = scratch.take("scores", (*rows, k.shape[1]), dtype)
-        np.matmul(q, k.swapaxes(1, 2), out=scores)
-        to_logits(scores.reshape(num_heads, num_rows, -1), block, keys, arithmetic, scratch)
-        if not bounded:
-            peak = _shift_by_peak(scores, peak, total, values)
-        weights = np.exp(scores, out=scores)
-        v = operand(sequence.v[block.heads_kv, keys], "v", dtype, scratch)
-        np.matmul(weights, v, out=product)
-        if joined:
-            values += product
-        total += _row_sums(weights)
-    _store(block, peak, total, values)
-
-
-def _tiles(block: Block) -> Iterator[slice]:
-    """Cut the visible keys at multiples of the tile, so that a tile does not depend on where the others begin."""
-    start = block.keys.start
-    while start < block.keys.stop:
-        stop = min(start - start % block.tile_keys + block.tile_keys, block.keys.stop)
-        yield slice(start, stop)
-        start = stop
-
-
-def _shift_by_peak(scores: Array, peak: Array, total: Array, values: Array) -> Array:
-    """Subtract the largest logit so far, rescale what was summed before, and return that largest logit."""
-    new_peak = np.maximum(peak, scores.max(axis=-1))
-    shift = np.where(new_peak == -np.inf, scores.dtype.type(0), new_peak)
-    scores -= shift[..., np.newaxis]
-    if total.any() and not np.array_equal(new_peak, peak):
-        factor = np.exp(peak.astype(np.float64) - shift)
-        total *= factor
-        values *= factor[..., np.newaxis]
-    return new_peak
-
-
-def _row_sums(weights: Array) -> Array:
-    """Sum over keys in float64 of short sums: BLAS is quicker than `sum`, but its error grows with the length."""
-    num_keys = weights.shape[-1]
-    if num_keys % SUM_LENGTH:
-        return weights.sum(axis=-1)
-    short_sums = weights.reshape(-1, SUM_LENGTH) @ np.ones(SUM_LENGTH, weights.dtype)
-    return short_sums.reshape(*weights.shape[:-1], -1).sum(axis=-1, dtype=np.float64)
+    tiles = block.tiles()
+    shape = block.of_rows(sequence.q).shape[:-1]
+    rows = prod(shape[:-2]), shape[-2] * shape[-1]
+    layout = layout_of(sequence, *rows, block.keys.stop - block.keys.start, len(tiles))
+    product_shape = (*shape[:-2], rows[1], sequence.v.shape[-1])
+    out = block.of_rows(sequence.out)
+    in_place = layout is HeadsLast and out.dtype == dtype and out.flags.c_contiguous and sequence.sinks is None
+    product = out.reshape(product_shape) if in_place else scratch.take("product", product_shape, dtype)
+    values = product.reshape(*rows, -1)
+    if not tiles:
+        values[...] = 0.0
+        return Softmax(np.full(rows, -np.inf), np.zeros(rows), values)
+    source = block.of_rows(sequence.q)
+    if layout is HeadsLast and source.dtype == dtype:
+        # There are fewer scores to be scaled than elements of q.
+        q = operand(source.reshape(*product_shape[:-1], -1), "q", dtype, scratch)
+        arithmetic = arithmetic._replace(fold=1.0, scale=arithmetic.scale * arithmetic.fold)
+    else:
+        # BLAS is quicker with columns of queries, if these are long enough to be made.
+        q = load_queries(block, arithmetic, layout is RowsLast and rows[1] >= MIN_COLUMN, scratch)
+    bounded = bounded_rows(block, arithmetic, q, scratch) if try_bounds else None
+    all_bounded = bounded is not None and bool(bounded.all())
+    peak = total = before = np.zeros(rows, dtype)
+    for tile in tiles:
+        k = operand(block.of_keys(sequence.k, tile), "k", dtype, scratch)
+        scores = scratch.scores(layout, shape, tile.stop - tile.start, dtype)
+        scores.multiply(q, k)
+        to_logits(scores.logits, block, tile, arithmetic, scratch)
+        if all_bounded:
+            scores.weigh(None)
+        else:
+            before, peak = peak, scores.peak()
+            if tile is not tiles[0]:
+                peak = np.maximum(peak, before)
+            if bounded is not None:
+                peak[bounded] = 0.0
+            # Rows that have seen no key are shifted, too, but not by -inf.
+            shift = np.maximum(peak, LOWEST[dtype])
+            scores.weigh(shift)
+        sums = scores.sums()
+        v = operand(block.of_keys(sequence.v, tile), "v", dtype, scratch)
+        divided = isinstance(scores, HeadsLast)
+        if isinstance(scores, HeadsLast):
+            scores.divide(np.maximum(sums, 1))
+        scores.apply(v, product)
+        if len(tiles) == 1:
+            # There is nothing to join it with.
+            return Softmax(peak, sums, values, divided, in_place, bounded)
+        if tile is tiles[0]:
+            total, values = sums.astype(np.float64), scratch.take("values", values.shape, FLOAT64)
+            values[...] = product.reshape(values.shape)
+            continue
+        if not (all_bounded or np.array_equal(before, peak)):
+            factor = np.exp(before.astype(np.float64) - shift)
+            total *= factor
+            values *= factor[..., np.newaxis]
+        values += product.reshape(values.shape)
+        total += sums
+    return Softmax(peak, total, values, False, False, bounded)
 
 
-def _store(block: Block, peak: Array, total: Array, values: Array) -> None:
-    """Let the sinks in, normalise, and write out and lse."""
+def _overflowed(block: Block, problem: Problem, result: Softmax) -> Array | None:
+    """Rows (heads, rows) for which float32 may have been too narrow, None if there are none."""
+    flat = result.values.reshape(-1)
+    # The quickest way to see that all are finite, unless some are huge.
+    if np.minimum.reduce(result.total, axis=None) > 0 and isfinite(np.dot(flat, flat)):
+        return None
+    finite, seen = np.isfinite(result.values), result.total > 0
+    # NaN is not above 0: what is left has a total of 0, because it sees no key or because its logits became -inf.
+    good = finite.all(axis=-1) & (seen | (result.total == 0))
+    if seen.all() and good.all():
+        return None
+    if good.all() and not _may_overflow(block, problem):
+        return None
+    return ~(good & seen)
+
+
+def _may_overflow(block: Block, problem: Problem) -> bool:
+    """Whether logits of a block may lie beyond float32, by the largest elements of its arrays."""
     sequence = block.sequence
-    shape = (block.heads_q.stop - block.heads_q.start, block.rows.stop - block.rows.start)
-    peak, total, values = peak.reshape(shape), total.reshape(shape), values.reshape(*shape, -1)
-    factor: Array = np.ones(())
-    if sequence.sinks is not None:
-        sinks = sequence.sinks[block.heads_q].astype(np.float64)[:, np.newaxis]
-        # Where logits are bounded the peak says nothing about rows that see no key.
-        seen = np.where(total == 0.0, -np.inf, peak)
-        top = np.maximum(seen, sinks)
-        peak = np.where(top == -np.inf, 0.0, top)
-        factor = np.exp(seen - peak)
-        total = total * factor + np.exp(sinks - peak)
-    factor = factor / np.where(total == 0.0, 1.0, total)
-    values *= factor.astype(values.dtype)[..., np.newaxis]
-    sequence.out[block.heads_q, block.rows] = values
-    if sequence.lse is not None:
-        sequence.lse[block.heads_q, block.rows] = peak + np.log(total)
+    if sequence.bias is not None and sequence.bias.dtype == np.float64:
+        return True
+    q, k = block.of_rows(sequence.q), block.of_keys(sequence.k, block.keys)
+    bound = max(abs(problem.scale), 1.0) * problem.head_dim * _largest(q) * _largest(k)
+    if sequence.alibi_slopes is not None:
+        farthest = block.distance + block.rows.stop - block.rows.start + block.keys.stop - block.keys.start
+        bound += _largest(block.of_heads(sequence.alibi_slopes)) * farthest
+    # Also where NaN, of keys that are hidden, says nothing.
+    return not bound < SAFE_LOGIT
 
 
-def _is_bounded(block: Block, arithmetic: Arithmetic, q: Array, scratch: Scratch) -> bool:
-    """Whether no logit needs a shift before exp: then neither the largest logit nor the subtraction is needed.
+def _largest(x: Array) -> float:
+    """Largest magnitude, NaN if there is one."""
+    return float(np.max([x.max().astype(np.float64), -x.min().astype(np.float64)])) if x.size else 0.0
 
-    |q.k| <= |q| |k| gives the bound. NaN anywhere, in rows that nobody sees too, makes it False.
-    """
+
+def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
+    """Let the sinks in, normalise, and write out and lse, of all rows or of those that are asked for."""
     sequence = block.sequence
-    if not block.may_bound or sequence.bias is not None or sequence.alibi_slopes is not None:
-        return False
-    heads = range(block.heads_kv.start, block.heads_kv.stop)
-    bounds = [_key_bounds(sequence, head, arithmetic.dtype, scratch) for head in heads]
-    # The factor of q that is not in `q` yet; |softcap * tanh(x)| <= softcap * |x|.
-    factor = abs(arithmetic.scale) / arithmetic.divisor * (arithmetic.softcap or 1.0)
-    norm_q = float(np.sqrt(np.einsum("hnd,hnd->hn", q, q).max())) * factor
-    return all(
-        min(norm_q * norm_k, arithmetic.softcap or np.inf) <= SAFE_LOGIT and SAFE_VALUES[0] <= size_v <= SAFE_VALUES[1]
-        for norm_k, size_v in bounds
-    )
-
-
-def _key_bounds(sequence: Sequence, head: int, dtype: np.dtype[Any], scratch: Scratch) -> tuple[float, float]:
-    """Largest norm of a key and largest |v| of a key head. Two threads may both compute it; they find the same."""
-    known = sequence.bounds.get(head)
-    if known is not None:
-        return known
-    squares, sizes = [], []
-    step = TILE_ELEMENTS // max(sequence.k.shape[-1], sequence.v.shape[-1], BLOCK_ROWS)
-    for start in range(0, sequence.k.shape[1], step):
-        keys = slice(start, start + step)
-        k = operand(sequence.k[head : head + 1, keys], "k", dtype, scratch)
-        v = operand(sequence.v[head : head + 1, keys], "v", dtype, scratch)
-        squares.append(np.einsum("hnd,hnd->hn", k, k).max())
-        sizes += [v.max(), -v.min()]
-    sequence.bounds[head] = known = float(np.sqrt(np.max(squares))), float(np.max(sizes))
-    return known
+    out = block.of_rows(sequence.out)
+    shape = out.shape[:-1]
+    peak, total, values = result.peak.reshape(shape), result.total.reshape(shape), result.values.reshape(*shape, -1)
+    where: Any = True if which is None else which.reshape(shape)
+    rows: Any = True if which is None else where[..., np.newaxis]
+    # Rows without a key have values of 0.
+    divisor: Array | None = None if result.divided else np.maximum(total, TINY)
+    if sequence.lse is not None or sequence.sinks is not None:
+        total, peak = total.astype(np.float64), peak.astype(np.float64)
+        if sequence.alibi_slopes is not None and block.distance:
+            peak -= (block.of_heads(sequence.alibi_slopes).astype(np.float64) * block.distance)[..., np.newaxis]
+        lse = peak + np.log(total)
+        if sequence.sinks is not None:
+            sinks = block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
+            top = np.maximum(peak, sinks)
+            # An infinite sink takes all the weight.
+            share, sink = np.exp(peak - top), np.exp(np.where(sinks == top, 0.0, sinks - top))
+            # In float64: a sink far above the logits makes it large. Whatever the sink is, rows without a key are 0.
+            divisor = np.where(total == 0, 1.0, (total + sink / share) / (total if result.divided else 1.0))
+            lse = np.where(total == 0, sinks, top + np.log(total * share + sink))
+        if sequence.lse is not None:
+            if which is not None or sequence.alibi_slopes is not None:
+                # What is finite in float64 is no sign of a row without a key, even if float32 cannot hold it.
+                limit = np.finfo(sequence.lse.dtype).max
+                lse = np.where(total > 0, np.clip(lse, -limit, limit), lse)
+            np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
+    if divisor is None and not result.stored:
+        np.copyto(out, values, where=rows, casting="same_kind")
+    elif divisor is not None:
+        np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")

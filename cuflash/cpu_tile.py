@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .cpu_blocks import Array, Block
+from .cpu_scores import Scratch, features_first
 from .problem import Problem
 
 FOLDABLE = (2.0**-20, 2.0**20)
 """Factors that may be multiplied into q, which is cheaper than into the scores; beyond, q might overflow."""
-
-Array = np.ndarray[Any, Any]
-
-
-class Sequence(NamedTuple):
-    """The arrays of one batch element, heads first."""
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    lse: Array | None
-    bias: Array | None
-    mask: Array | None
-    alibi_slopes: Array | None
-    sinks: Array | None
-    offset: int
-    bounds: dict[int, tuple[float, float]]
-    """Per key head: the largest norm of a key and the largest |v|; filled when first needed."""
-
-
-class Block(NamedTuple):
-    """Query rows that one thread computes together: the same rows of some query heads, and the keys that they see."""
-
-    sequence: Sequence
-    heads_q: slice
-    heads_kv: slice
-    rows: slice
-    keys: slice
-    tile_keys: int
-    """Tiles of keys begin at multiples of this."""
-    may_bound: bool
-    """Looking for a bound of the logits costs less than it saves."""
-    cost: int
-    """Multiplications, roughly."""
+LARGE_SOFTCAP = 2.0**64
+"""From here on scores divided by the softcap may be subnormal numbers."""
 
 
 class Arithmetic(NamedTuple):
@@ -62,11 +33,10 @@ class Arithmetic(NamedTuple):
     window_right: int | None
 
     @classmethod
-    def of(cls, problem: Problem) -> Arithmetic:
-        """Arithmetic of a problem."""
-        dtype = np.dtype(np.float64 if problem.dtype == "float64" else np.float32)
+    def of(cls, problem: Problem, dtype: np.dtype[Any]) -> Arithmetic:
+        """Arithmetic of a problem in float32 or float64."""
         factor = problem.scale / (problem.softcap or 1.0)
-        folded = FOLDABLE[0] <= abs(factor) <= FOLDABLE[1]
+        folded = FOLDABLE[0] <= abs(factor) <= FOLDABLE[1] and problem.softcap < LARGE_SOFTCAP
         return cls(
             dtype,
             factor if folded else 1.0,
@@ -78,96 +48,141 @@ class Arithmetic(NamedTuple):
         )
 
 
-class Scratch:
-    """Memory of one thread, handed out by name and used again for the next tile."""
-
-    def __init__(self) -> None:
-        self._flat: dict[str, Array] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an uninitialised contiguous array; it is valid until `name` is taken again."""
-        size = 1
-        for length in shape:
-            size *= length
-        flat = self._flat.get(name)
-        if flat is None or flat.size < size:
-            # Dropped first, so that the old and the new array never exist together.
-            self._flat[name] = flat = None  # type: ignore[assignment]
-            self._flat[name] = flat = np.empty(size, dtype)
-        return flat[:size].reshape(shape)
+def load_queries(block: Block, arithmetic: Arithmetic, rows_last: bool, scratch: Scratch) -> Array:
+    """Return the queries of a block (*lead, group * rows, D), scaled, in the memory order that suits the product."""
+    source, dtype = block.of_rows(block.sequence.q), arithmetic.dtype
+    lead, (group, rows, head_dim) = source.shape[:-3], source.shape[-3:]
+    if rows_last:
+        target = scratch.take("q", (*lead, head_dim, group, rows), dtype)
+        q = target.reshape(*lead, head_dim, group * rows).swapaxes(-1, -2)
+        # Where its operands disagree, NumPy goes along the axes as they are given: here, as the target has them.
+        source = features_first(source)
+    else:
+        target = scratch.take("q", source.shape, dtype)
+        q = target.reshape(*lead, group * rows, head_dim)
+    if source.dtype == dtype:
+        np.multiply(source, dtype.type(arithmetic.fold), out=target)
+    else:
+        widen_into(target, source)
+        target *= dtype.type(arithmetic.fold)
+    return q
 
 
 def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, scratch: Scratch) -> None:
-    """Turn the scores of a tile (heads, rows, keys) into logits in place, -inf where hidden."""
+    """Turn the scores of a tile (*lead, group, rows, keys) into logits in place, -inf where hidden.
+
+    What slope * distance adds to all pairs of a block alike is left out, as it might be all that float32 can hold.
+    """
     sequence, dtype = block.sequence, arithmetic.dtype
     if arithmetic.scale != 1.0:
         logits *= dtype.type(arithmetic.scale)
     if arithmetic.softcap:
-        if arithmetic.divisor != 1.0:
-            logits /= dtype.type(arithmetic.divisor)
-        np.tanh(logits, out=logits)
-        logits *= dtype.type(arithmetic.softcap)
-    position = block.rows.start + sequence.offset
+        _cap(logits, arithmetic)
     hidden = None
     if sequence.bias is not None:
-        bias = sequence.bias[block.heads_q, block.rows, keys]
+        bias = _unrepeated(block.of_pairs(sequence.bias, keys))
         if bias.dtype.itemsize == 2:
             bias = operand(bias, "bias", dtype, scratch)
-        hidden = np.equal(bias, -np.inf, out=scratch.take("hidden", logits.shape, np.dtype(bool)))
+        hidden = bias == -np.inf
         np.add(logits, bias, out=logits, casting="same_kind")
-        if bias.dtype.itemsize > dtype.itemsize:
-            # What is finite in float64 hides nothing, even if float32 cannot hold it.
-            np.clip(logits, np.finfo(dtype).min, np.finfo(dtype).max, out=logits)
     if sequence.alibi_slopes is not None:
-        columns = np.arange(logits.shape[1] + logits.shape[2] - 1) + float(keys.start - position - logits.shape[1] + 1)
-        slopes = sequence.alibi_slopes[block.heads_q].astype(np.float64)
-        logits -= _by_diagonal((slopes[:, np.newaxis] * np.abs(columns)).astype(dtype), *logits.shape[1:])
+        slopes = block.of_heads(sequence.alibi_slopes).astype(np.float64)
+        position = block.position
+        # Nearer to the keys by what all pairs have in common.
+        position += block.distance if position < block.keys.start else -block.distance
+        num_rows, num_keys = logits.shape[-2:]
+        columns = np.arange(num_rows + num_keys - 1) + float(keys.start - position - num_rows + 1)
+        penalty = (slopes[..., np.newaxis] * np.abs(columns)).astype(dtype)
+        rows_last = abs(logits.strides[-2]) < abs(logits.strides[-1])
+        pairs = logits.swapaxes(-1, -2) if rows_last else logits
+        pairs -= _by_diagonal(penalty, num_rows, num_keys, rows_last)
     if hidden is not None and hidden.any():
         np.copyto(logits, -np.inf, where=hidden)
     if sequence.mask is not None:
-        mask = sequence.mask[block.heads_q, block.rows, keys]
-        hidden = np.logical_not(mask, out=scratch.take("hidden", logits.shape, mask.dtype))
+        hidden = ~_unrepeated(block.of_pairs(sequence.mask, keys))
         if hidden.any():
             np.copyto(logits, -np.inf, where=hidden)
-    _hide_edges(logits, position, keys, arithmetic)
+    hide_edges(logits, block.position, keys, arithmetic.window_left, arithmetic.window_right)
 
 
-def _hide_edges(logits: Array, position: int, keys: slice, arithmetic: Arithmetic) -> None:
+def _cap(logits: Array, arithmetic: Arithmetic) -> None:
+    """Compute softcap * tanh(score / softcap) in place."""
+    softcap = logits.dtype.type(arithmetic.softcap)
+    if arithmetic.softcap >= LARGE_SOFTCAP:
+        # tanh(x) = x to the last bit, but x may be too small to be divided.
+        large = np.abs(logits) >= softcap * logits.dtype.type(2.0**-30)
+        if large.any():
+            np.copyto(logits, np.tanh(logits / softcap) * softcap, where=large)
+        return
+    if arithmetic.divisor != 1.0:
+        logits /= logits.dtype.type(arithmetic.divisor)
+    np.tanh(logits, out=logits)
+    logits *= softcap
+
+
+def _unrepeated(x: Array) -> Array:
+    """Return a view with one element of each axis along which x only repeats."""
+    return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
+
+
+def hide_edges(logits: Array, position: int, keys: slice, left: int | None, right: int | None) -> None:
     """Hide what lies outside the window; touches only the columns that some row does not see."""
-    num_rows = logits.shape[1]
-    if arithmetic.window_right is not None:
+    num_rows, num_keys = logits.shape[-2:]
+    if right is not None:
         # Row i sees the columns up to i + edge.
-        edge = position + arithmetic.window_right - keys.start
+        edge = position + right - keys.start
         first = max(0, edge + 1)
-        width = logits.shape[2] - first
+        width = num_keys - first
         if width > 0:
-            diagonals = np.arange(1 - num_rows, width) > edge - first
-            np.copyto(logits[..., first:], -np.inf, where=_by_diagonal(diagonals, num_rows, width))
-    if arithmetic.window_left is not None:
+            _hide(logits[..., first:], -inf, edge - first)
+    if left is not None:
         # Row i sees the columns from i + edge.
-        edge = position - arithmetic.window_left - keys.start
-        width = min(logits.shape[2], num_rows - 1 + edge)
+        edge = position - left - keys.start
+        width = min(num_keys, num_rows - 1 + edge)
         if width > 0:
-            diagonals = np.arange(1 - num_rows, width) < edge
-            np.copyto(logits[..., :width], -np.inf, where=_by_diagonal(diagonals, num_rows, width))
+            _hide(logits[..., :width], edge, inf)
 
 
-def _by_diagonal(diagonals: Array, num_rows: int, num_columns: int) -> Array:
-    """View (..., rows + columns - 1) as (..., rows, columns), where [i, j] reads element j - i + rows - 1."""
+def _hide(logits: Array, low: float, high: float) -> None:
+    """Hide diagonals, whatever is there: `fmin` takes -inf rather than NaN, and is quicker than `copyto`."""
+    num_rows, num_keys = logits.shape[-2:]
+    rows_last = abs(logits.strides[-2]) < abs(logits.strides[-1])
+    pairs = logits.swapaxes(-1, -2) if rows_last else logits
+    np.fmin(pairs, _limits(num_rows, num_keys, low, high, logits.dtype, rows_last), out=pairs)
+
+
+@lru_cache(maxsize=256)
+def _limits(num_rows: int, num_keys: int, low: float, high: float, dtype: np.dtype[Any], rows_last: bool) -> Array:
+    """Limits of logits: none on the diagonals from `low` to `high`, -inf on the others."""
+    diagonals = np.arange(1 - num_rows, num_keys)
+    hidden = (diagonals < low) | (diagonals > high)
+    limits = np.where(hidden, dtype.type(-np.inf), dtype.type(np.inf))
+    return _by_diagonal(limits, num_rows, num_keys, rows_last)
+
+
+def _by_diagonal(diagonals: Array, num_rows: int, num_keys: int, rows_last: bool) -> Array:
+    """View (..., rows + keys - 1) as (..., rows, keys), where [i, j] reads element j - i + rows - 1.
+
+    Or as (..., keys, rows); elements that are next to each other there are so in the array that is viewed.
+    """
+    if rows_last:
+        num_rows, num_keys = num_keys, num_rows
+        diagonals = diagonals[..., ::-1]
+    diagonals = np.ascontiguousarray(diagonals)
     *outer, step = diagonals.strides
-    shape = (*diagonals.shape[:-1], num_rows, num_columns)
+    shape = (*diagonals.shape[:-1], num_rows, num_keys)
     return np.ndarray(shape, diagonals.dtype, diagonals, (num_rows - 1) * step, (*outer, -step, step))
 
 
 def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Array:
-    """Return x (heads, rows, columns) in the dtype of the computation, in a layout that BLAS reads without a copy."""
+    """Return x (..., rows, columns) in the dtype of the computation, in a layout that BLAS reads without a copy."""
     itemsize = dtype.itemsize
     if (
         x.dtype == dtype
         and x.flags.aligned
-        and x.strides[2] == itemsize
-        and x.strides[1] >= x.shape[2] * itemsize
-        and x.strides[1] % itemsize == 0
+        and x.strides[-1] == itemsize
+        and x.strides[-2] >= x.shape[-1] * itemsize
+        and x.strides[-2] % itemsize == 0
     ):
         return x
     copy = scratch.take(name, x.shape, dtype)
@@ -175,16 +190,25 @@ def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Arra
     return copy
 
 
+_SUBNORMAL = np.array([2.0**-149], np.float32)
+_FLOAT16_EXPONENT = np.float32(2.0**112)
+"""What float16 bits, shifted into the place of float32 ones, have to be multiplied by."""
+
+
 def widen_into(target: Array, x: Array) -> None:
-    """Copy x into a contiguous array of the dtype of the computation."""
+    """Copy x into an array of the dtype of the computation."""
     if x.dtype != np.float16 or target.dtype != np.float32 or not x.size:
         np.copyto(target, x)
         return
-    # NumPy converts float16 one by one, 2 ns each. Shifted into place, its exponent is too small by 112.
+    if not (_SUBNORMAL * _FLOAT16_EXPONENT)[0]:
+        # Another library has told this thread's processor to take subnormal numbers for 0.
+        np.copyto(target, x)
+        return
+    # NumPy converts float16 one by one, 1.5 ns each. Shifted into place, its exponent is too small by 112.
     bits = target.view(np.int32)
     np.copyto(bits, x.view(np.int16))
     bits <<= 13
     bits &= np.int32(-0x7000_2000)
-    target *= np.float32(2.0**112)
+    target *= _FLOAT16_EXPONENT
     if max(target.max(), -target.min()) >= 65536.0:
         np.copyto(target, x)

@@ -2,35 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
 from .checks import hashable_window
 from .launch import execute, find
+from .names import check_options, explains_unknown_options
 from .problem import describe_attention
+from .types import Causal, FloatDtype, Precision, Real, Window
+
+if TYPE_CHECKING:
+    from .types import AnyArray, DenseOptions, DenseResults, NumpyArray, Pair, Unpack, WithoutLse
 
 
+# fmt: off
+@overload
+def attention(
+    q: NumpyArray, k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, lse: None = None,
+    **options: Unpack[DenseOptions],
+) -> NumpyArray | WithoutLse: ...
+@overload
+def attention(
+    q: NumpyArray, k: AnyArray, v: AnyArray, *, return_lse: Literal[True], lse: AnyArray | None = None,
+    **options: Unpack[DenseOptions],
+) -> tuple[NumpyArray, Any]: ...
+@overload
+def attention(
+    q: NumpyArray, k: AnyArray, v: AnyArray, *, return_lse: bool = False, lse: AnyArray,
+    **options: Unpack[DenseOptions],
+) -> tuple[NumpyArray, Any]: ...
+@overload
+def attention(
+    q: NumpyArray, k: AnyArray, v: AnyArray, *, return_lse: bool, lse: None = None,
+    **options: Unpack[DenseOptions],
+) -> NumpyArray | WithoutLse | tuple[NumpyArray, Any]: ...
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, return_lse: Literal[False] = False, lse: None = None,
+    **options: Unpack[DenseResults],
+) -> Any | WithoutLse: ...
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, return_lse: Literal[True], lse: AnyArray | None = None,
+    **options: Unpack[DenseResults],
+) -> Pair: ...
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, return_lse: bool = False, lse: AnyArray,
+    **options: Unpack[DenseResults],
+) -> Pair: ...
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, return_lse: bool, lse: None = None,
+    **options: Unpack[DenseResults],
+) -> Any | WithoutLse | Pair: ...
+# fmt: on
+@explains_unknown_options
 def attention(
     q: Any,
     k: Any,
     v: Any,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    query_offset: Any = None,
-    scale: float | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    query_offset: SupportsIndex | Any = None,
+    scale: Real | None = None,
     bias: Any = None,
     mask: Any = None,
-    softcap: float | None = None,
+    softcap: Real | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    precision: str | None = None,
+    precision: Precision | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
-    out_dtype: Any = None,
+    out_dtype: FloatDtype | None = None,
     workspace: Any = None,
+    **unknown: Any,
 ) -> Any:
     r"""Softmax attention, ``softmax(scale * q @ k.T + bias) @ v``, without ever storing the scores.
 
@@ -59,7 +108,7 @@ def attention(
     query_offset : int or integer array that broadcasts to the leading axes, optional
         Key position of query 0. Default ``Nk - Nq``: the last query stands at the last key.
     scale : float, optional
-        Factor on ``q @ k.T``; any finite real number, default ``D ** -0.5``.
+        Factor on ``q @ k.T``; any real number up to 1e30 in magnitude (1e300 for float64), default ``D ** -0.5``.
     bias : float array that broadcasts to (..., Hq, Nq, Nk), optional
         Added to the scores, read in place; ``-inf`` hides.
     mask : bool array that broadcasts to (..., Hq, Nq, Nk), optional
@@ -126,12 +175,14 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
+    if unknown:
+        check_options("attention", unknown)
     offset_array, offset = None, query_offset
     if query_offset is not None and not isinstance(query_offset, (int, np.integer)):
         offset_array, offset = query_offset, None
     options = (
         "attention", causal, type(causal), scale, type(scale), offset, type(offset), softcap, type(softcap), precision,
-        return_lse, out_dtype, None if window is None else hashable_window(window),
+        return_lse, type(return_lse), out_dtype, None if window is None else hashable_window(window),
     )  # fmt: skip
     others = None
     if not (out is lse is bias is mask is alibi_slopes is sinks is offset_array is None):

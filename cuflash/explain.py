@@ -1,4 +1,4 @@
-"""What a call would do, without doing it: `explain`, `warmup`, `show_config`."""
+"""What a call would do, without doing it: `explain`, `warmup`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from . import arrays, knobs
-from .compile import KernelCompileError, compile_offline, entry_text, kernel_function, source_digest
+from .compile import KernelCompileError, compile_offline, entry_text, kernel_function
+from .cupy_cache import import_cupy
 from .dense import attention
 from .host import check_settings
-from .kernels import CPU_KERNEL, KERNELS, Device, device_of
+from .kernels import CPU_KERNEL, Device, device_of
+from .names import check_options
 from .plan import Macros, Plan, make_plan, refusals
 from .problem import Problem, describe_attention, describe_varlen
 from .varlen import attention_varlen
@@ -120,7 +122,7 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     >>> cuflash.explain(cuflash.attention, x, x, x, causal=True, device=90).kernel
     'forward_mma'
     """
-    problem, gpu, _ = _describe(function, args, options, device)
+    problem, gpu, _ = _describe("explain", function, args, options, device)
     chosen = knobs.settings()
     if gpu is None:
         check_settings(chosen)
@@ -156,7 +158,7 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     RuntimeError
         The kernel does not compile; the message holds the compiler's log.
     """
-    problem, gpu, device_id = _describe(function, args, options, None)
+    problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
         plan = make_plan(problem, gpu, knobs.settings())
         kernel_function(plan, device_id)
@@ -169,9 +171,7 @@ def gpu_available() -> bool:
     if not driver_installed():
         return False
     try:
-        import cupy
-
-        return bool(cupy.cuda.is_available())
+        return bool(import_cupy().cuda.is_available())
     except Exception:  # a broken CuPy or driver raises many kinds; for us they all mean "no GPU"
         return False
 
@@ -188,16 +188,21 @@ def driver_installed() -> bool:
 
 
 def _describe(
-    function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], capability: int | None
+    caller: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], capability: int | None
 ) -> tuple[Problem, Device | None, int]:
     """Return the problem, the GPU (None: the CPU) and its number of a call with real arrays or stand-ins."""
     describe = _DESCRIBE.get(function) if callable(function) else None
     if describe is None:
-        raise TypeError(f"function is {function!r}, expected cuflash.attention or cuflash.attention_varlen")
+        got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
+        raise TypeError(
+            f"function is {got}, expected cuflash.attention or cuflash.attention_varlen, before the arguments of the "
+            f"call: {caller}(cuflash.attention, q, k, v, ...)"
+        )
     if capability is not None and (
         not isinstance(capability, int) or isinstance(capability, bool) or not 50 <= capability < 1000
     ):
         raise ValueError(f"device is {capability!r}, expected a compute capability such as 90 for 9.0")
+    check_options(function.__name__, options)
     bound = signatures.signature(function).bind(*args, **options).arguments
     real = [bound[name] for name in _ARRAYS if isinstance(bound.get(name), _array_types())]
     on_gpu = capability is not None or (not real and gpu_available())
@@ -243,55 +248,3 @@ def _resources(plan: Plan, device: Device) -> tuple[int | None, int | None]:
 def _compiled_resources(kernel: str, macros: Macros, arch: str) -> tuple[int, int]:
     resources = compile_offline(kernel, macros, arch)
     return resources.registers, resources.spill_bytes
-
-
-def show_config() -> None:
-    """Print versions, devices, kernels, settings and the kernel cache; the first thing to attach to a bug report."""
-    import os
-    import platform
-
-    import ml_dtypes
-
-    from . import __version__
-
-    print(
-        f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {platform.platform()}"
-    )
-    print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {knobs.num_threads()} threads")
-    for line in _gpu_lines():
-        print(line)
-    print("kernels:")
-    for spec in KERNELS:
-        print(f"  {spec.name}: {spec.summary}")
-    print("settings:")
-    for knob in knobs.KNOBS:
-        print(f"  {knob.variable}={os.environ.get(knob.variable, knob.default)}")
-
-
-def _gpu_lines() -> list[str]:
-    if not driver_installed():
-        return ["no CUDA driver: NumPy arrays only"]
-    try:
-        import cupy
-        from cupy.cuda import nvrtc
-    except (
-        Exception
-    ) as error:  # a CuPy that does not match the machine fails in many ways; this report must still print
-        return [f"CUDA driver found, but CuPy cannot be imported ({error}): pip install 'cuflash[cuda13]'"]
-    lines = [f"cupy {cupy.__version__}, NVRTC {'.'.join(map(str, nvrtc.getVersion()))}, kernel cache {_cache_folder()}"]
-    if not cupy.cuda.is_available():
-        return [*lines, "no usable GPU"]
-    for number in range(cupy.cuda.runtime.getDeviceCount()):
-        properties = cupy.cuda.runtime.getDeviceProperties(number)
-        lines.append(
-            f"GPU {number}: {properties['name'].decode()}, "
-            f"compute capability {properties['major']}.{properties['minor']}, "
-            f"{properties['multiProcessorCount']} multiprocessors, {properties['totalGlobalMem'] >> 30} GiB"
-        )
-    return lines
-
-
-def _cache_folder() -> str:
-    import os
-
-    return os.environ.get("CUPY_CACHE_DIR", os.path.expanduser("~/.cupy/kernel_cache"))

@@ -158,7 +158,7 @@ def softcap_degree(problem: Problem) -> int:
     """
     if problem.softcap == 0:
         return 0
-    if not 1e-20 <= problem.softcap <= 256:
+    if not 1e-15 <= problem.softcap <= 256:
         return 1
     alone = problem.bias is None and problem.mask is None and problem.alibi_slopes is None
     return 3 if alone and problem.softcap >= 30 else 5

@@ -1,13 +1,14 @@
 """Every CUFLASH_* environment variable, and `options()`, which overrides some of them for a while.
 
 CUFLASH_KERNEL, CUFLASH_TILE and CUFLASH_LOG are read once, at import: looking them up would cost more than the rest of
-a call's bookkeeping. The others are read when they are needed.
+a call's bookkeeping. The others are read when they are needed. A value that no call could use fails at import.
 """
 
 from __future__ import annotations
 
 import os
-from contextvars import ContextVar, Token
+import re
+from contextvars import ContextVar
 from types import TracebackType
 from typing import NamedTuple
 
@@ -37,6 +38,11 @@ def read(variable: str) -> str:
     return os.environ.get(variable, _DEFAULTS[variable])
 
 
+def unknown() -> list[str]:
+    """CUFLASH_* variables that are set and read by nothing here: misspelt ones."""
+    return sorted(name for name in os.environ if name.startswith("CUFLASH_") and name not in _DEFAULTS)
+
+
 def num_threads() -> int:
     """Threads of the NumPy back end."""
     text = read("CUFLASH_NUM_THREADS")
@@ -64,8 +70,30 @@ AUTOMATIC = Settings("", "", False)
 _DEFAULT = Settings(read("CUFLASH_KERNEL"), read("CUFLASH_TILE"), read("CUFLASH_LOG") not in ("", "0"))
 _CURRENT: ContextVar[Settings] = ContextVar("cuflash_options", default=_DEFAULT)
 
-_ENTERED: ContextVar[tuple[Token[Settings], ...]] = ContextVar("cuflash_options_entered", default=())
-"""What the open `options()` of this context put back; not in the objects, which threads may share."""
+_OPEN: ContextVar[tuple[options, ...]] = ContextVar("cuflash_options_open", default=())
+"""The `options()` that this context is inside, outermost first; an object may be in it several times."""
+
+
+def _check_kernel(name: str, kernel: str) -> None:
+    from .kernels import kernel_names
+
+    if kernel and kernel not in kernel_names():
+        raise ValueError(f"{name} is {kernel!r}, expected one of {', '.join(kernel_names())}")
+
+
+def _check_tile(name: str, tile: str) -> None:
+    if tile and not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){1,2}", tile):
+        raise ValueError(f"{name} is {tile!r}, expected rows x keys, such as '64x64' or '64x64x2' with two buffers")
+
+
+def check_environment() -> None:
+    """Raise a ValueError that names a variable which no call could use."""
+    _check_kernel("CUFLASH_KERNEL", _DEFAULT.kernel)
+    _check_tile("CUFLASH_TILE", _DEFAULT.tile)
+    if read("CUFLASH_LOG") not in ("", "0", "1"):
+        raise ValueError(f"CUFLASH_LOG is {read('CUFLASH_LOG')!r}, expected '0' or '1'")
+    num_threads()
+
 
 settings = _CURRENT.get
 """Return the settings of this context: the innermost `options()`, else the environment as it was at import."""
@@ -75,7 +103,12 @@ class options:
     """Context manager that chooses kernel, tile and logging for the calls inside it.
 
     Holds for the current thread or task only (a `contextvars.ContextVar`) and nests; what an inner one leaves out, the
-    outer one decides. Its defaults are the variables CUFLASH_KERNEL, CUFLASH_TILE and CUFLASH_LOG.
+    outer one decides. Its defaults are the variables CUFLASH_KERNEL, CUFLASH_TILE and CUFLASH_LOG. One that is left
+    before others that were entered later takes away what it chose, and nothing else.
+
+    .. warning::
+       A generator runs in the context of its caller. One that yields inside of `with options(...)` leaves them to its
+       caller until it goes on or is closed: yield outside.
 
     Parameters
     ----------
@@ -90,8 +123,11 @@ class options:
     Raises
     ------
     TypeError, ValueError
-        For values of the wrong type and unknown kernels at once; a call that the kernel or the tile cannot serve raises
-        a ValueError that says why.
+        For values of the wrong type, unknown kernels and what is no tile at once; a call that the kernel or the tile
+        cannot serve raises a ValueError that says why.
+    RuntimeError
+        For an end in another context (thread, task, `contextvars.Context`) than the beginning. Nothing changes then: it
+        still holds where it was entered, as nobody can change a context from outside.
 
     Examples
     --------
@@ -103,26 +139,40 @@ class options:
     """
 
     def __init__(self, *, kernel: str | None = None, tile: str | None = None, log: bool | None = None) -> None:
-        from .kernels import kernel_names
-
         for name, value in (("kernel", kernel), ("tile", tile)):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a str")
         if log is not None and not isinstance(log, bool):
             raise TypeError(f"log is {log!r} ({type(log).__name__}), expected a bool")
-        if kernel and kernel not in kernel_names():
-            raise ValueError(f"kernel is {kernel!r}, expected one of {', '.join(kernel_names())}")
+        _check_kernel("kernel", kernel or "")
+        _check_tile("tile", tile or "")
         self._given = (kernel, tile, log)
 
     def __enter__(self) -> None:
-        outer = settings()
-        merged = (old if new is None else new for old, new in zip(outer, self._given, strict=True))
-        token = _CURRENT.set(Settings(*merged))  # type: ignore[arg-type]
-        _ENTERED.set((*_ENTERED.get(), token))
+        _hold((*_OPEN.get(), self))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        *others, token = _ENTERED.get()
-        _CURRENT.reset(token)
-        _ENTERED.set(tuple(others))
+        entered = _OPEN.get()
+        for index in reversed(range(len(entered))):
+            if entered[index] is self:
+                _hold(entered[:index] + entered[index + 1 :])
+                return
+        raise RuntimeError(
+            f"{self} ends in a context that it was not entered in; leave it in the thread or task that entered it"
+        )
+
+    def __repr__(self) -> str:
+        given = zip(Settings._fields, self._given, strict=True)
+        return f"options({', '.join(f'{name}={value!r}' for name, value in given if value is not None)})"
+
+
+def _hold(entered: tuple[options, ...]) -> None:
+    """Make these the open `options()` of this context, and what they say together its settings."""
+    chosen = _DEFAULT
+    for one in entered:
+        merged = (old if new is None else new for old, new in zip(chosen, one._given, strict=True))
+        chosen = Settings(*merged)  # type: ignore[arg-type]
+    _CURRENT.set(chosen)
+    _OPEN.set(entered)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from .arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, contiguous_strides, inspect, strides_like
+from .arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
 from .checks import same_device
 from .combine import MAX_PARTS, Combination, combine_parts
 from .compile import kernel_function
 from .host import allocate
 from .problem import Operand, alignment_of
+from .splits import partial_layout
 from .workspace import Result, allocate_with_workspace, launch_combination
 
+if TYPE_CHECKING:
+    from .types import AnyArray, NumpyArray, Pair
 
-def merge_attention_states(outs: Any, lses: Any) -> tuple[Any, Any]:
+
+@overload
+def merge_attention_states(
+    outs: NumpyArray | Sequence[NumpyArray], lses: AnyArray | Sequence[AnyArray]
+) -> tuple[NumpyArray, Any]: ...
+@overload
+def merge_attention_states(outs: AnyArray | Sequence[AnyArray], lses: AnyArray | Sequence[AnyArray]) -> Pair: ...
+def merge_attention_states(outs: Any, lses: Any) -> Any:
     r"""Join results of attention over disjoint sets of keys into that over all of them.
 
     With part :math:`s` giving ``outs[s]`` and ``lses[s]``, row by row [1]_ [2]_
@@ -24,7 +34,11 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     .. math:: \mathrm{lse} = \log \sum_s e^{\mathrm{lse}_s}, \qquad
               \mathrm{out} = \sum_s e^{\mathrm{lse}_s - \mathrm{lse}} \, \mathrm{out}_s .
 
-    Any way of dividing the keys will do: caches on several devices, a shared prefix, a chunk at a time.
+    Any way of dividing the keys will do: caches on several devices, a shared prefix, a chunk at a time. With `causal`,
+    a `window` or ALiBi each part must be told where the queries stand among its own keys: for keys that begin at
+    ``start`` pass ``query_offset=offset - start``, where ``offset`` is that of the whole call, by default ``Nk - Nq``.
+    With as many queries as keys, or from the top left, that is ``causal=True, query_offset=-start``. Left out, the last
+    query would stand at the last key of each part, which is a valid call too: no error can tell.
 
     Parameters
     ----------
@@ -56,9 +70,9 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     Notes
     -----
     Parts are joined in their order, in float32 (float64 for float64): results are repeatable to the bit. A part with an
-    lse of ``-inf`` has weight exactly 0, whatever its `out` holds; an lse of ``+inf`` or NaN makes its row NaN. A sink
-    belongs to one of the parts only. Never synchronises. More than 16 GPU arrays that are not stacked are joined 16 at
-    a time, through partial results in scratch memory.
+    lse of ``-inf`` has weight exactly 0, whatever its `out` holds; one of ``+inf`` (an infinite sink) leaves no weight
+    to finite ones, and NaN makes its row NaN. A sink belongs to one of the parts only. Never synchronises. More than 16
+    GPU arrays that are not stacked are joined 16 at a time, through partial results in scratch memory.
 
     References
     ----------
@@ -74,6 +88,15 @@ def merge_attention_states(outs: Any, lses: Any) -> tuple[Any, Any]:
     >>> parts = [cuflash.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 30), slice(30, 100))]
     >>> out, lse = cuflash.merge_attention_states(*zip(*parts))
     >>> np.allclose(out, cuflash.attention(q, k, v), atol=1e-6)
+    True
+
+    Causal, with fewer queries than keys, which makes the offset of the whole call 60:
+
+    >>> q, options = q[:, :40], {"causal": True, "return_lse": True}
+    >>> slices = slice(0, 30), slice(30, 100)
+    >>> parts = [cuflash.attention(q, k[:, s], v[:, s], query_offset=60 - s.start, **options) for s in slices]
+    >>> out, lse = cuflash.merge_attention_states(*zip(*parts))
+    >>> np.allclose(out, cuflash.attention(q, k, v, causal=True), atol=1e-5)
     True
     """
     parts = describe_parts(outs, lses)
@@ -148,19 +171,26 @@ def _merge_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     out, lse = allocate(parts.outs[0].shape, out_result), allocate(rows, lse_result)
     lses = [info.array for info in parts.lses]
     largest = np.maximum.reduce(lses)
-    subtract = np.where(np.isneginf(largest), computed.type(0), largest)
-    with np.errstate(all="ignore"):  # -inf and NaN are values here
+
+    def relative(part: np.ndarray) -> np.ndarray:
+        """exp(part - largest), where infinities that are equal give 1."""
+        return np.exp(np.where(part == largest, computed.type(0), part - largest))
+
+    with np.errstate(all="ignore"):  # infinities and NaN are values here
         total = np.zeros(rows, computed)
         for part in lses:
-            total += np.exp(part - subtract)
-        lse[...] = subtract + np.log(total)
-        factor = np.where(total == 0, computed.type(0), 1 / total)
-        values = np.zeros(out.shape, computed)
+            total += relative(part)
+        lse[...] = largest + np.log(total)
+        values = out if out.dtype == computed else np.empty_like(out, computed)
+        values.fill(0)
         for info, part in zip(parts.outs, lses, strict=True):
-            weight = np.exp(part - subtract) * factor
-            unseen = np.isneginf(part)[..., np.newaxis]
-            values += weight[..., np.newaxis] * np.where(unseen, computed.type(0), info.array.astype(computed))
-        out[...] = values.astype(out.dtype)
+            weight = relative(part) / total
+            array, unseen = info.array.astype(computed, copy=False), np.isneginf(part)
+            if unseen.any():
+                array = np.where(unseen[..., np.newaxis], computed.type(0), array)
+            values += weight[..., np.newaxis] * array
+        if values is not out:
+            out[...] = values
     return out, lse
 
 
@@ -178,8 +208,8 @@ def merge_workspace(parts: Parts) -> int:
     if parts.strides is not None or parts.num_parts <= MAX_PARTS:
         return 0
     first = parts.outs[0]
-    rows = prod(first.shape[:-1])
-    return -(-parts.num_parts // MAX_PARTS) * rows * (first.shape[-1] + 1) * ITEMSIZE[parts.lses[0].dtype]
+    partial = partial_layout(first.shape[:-1], first.shape[-1], parts.lses[0].dtype)
+    return -(-parts.num_parts // MAX_PARTS) * sum(partial.strides)
 
 
 class Step(NamedTuple):
@@ -202,11 +232,7 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     if merge_workspace(parts) == 0:
         whole = combine_parts(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
         return [Step(whole, out_pointers, lse_pointers, out, lse)]
-    partial_out, partial_lse = (
-        Operand(dtype, strides, alignment_of(0, axes, strides))
-        for axes, strides in ((axes, contiguous_strides(axes, ITEMSIZE[dtype])) for axes in (shape, rows))
-    )
-    out_step, lse_step = (prod(axes) * ITEMSIZE[dtype] for axes in (shape, rows))
+    partial_out, partial_lse, (out_step, lse_step) = partial_layout(rows, width, dtype)
     num_groups = -(-parts.num_parts // MAX_PARTS)
     partial_lses = workspace + num_groups * out_step
     steps = []

@@ -55,8 +55,7 @@ _FORM_FIELDS = (
     ("batch_shape", DIVISOR * BATCH_AXES),
     *((name, DIVISOR) for name in ("group_size", "packed_heads", "head_tiles")),
     *((name, "q") for name in _INT64),
-    ("scale", "d"),
-    ("softcap", "d"),
+    *((name, "d") for name in ("scale", "softcap", "scale_by_softcap")),
     *((name, "i") for name in _INT32),
 )
 FIELDS: tuple[tuple[str, str], ...] = (*_POINTER_FIELDS, *_LENGTH_FIELDS, *_FORM_FIELDS)
@@ -171,6 +170,7 @@ def pack_form(problem: Problem, plan: Plan) -> bytes:
         OPEN_WINDOW if problem.window_right is None else problem.window_right,
         problem.scale,
         problem.softcap,
+        problem.scale / problem.softcap if problem.softcap else 0.0,
         problem.head_dim,
         problem.head_dim_v,
         varlen and problem.bottom_right,

@@ -19,6 +19,7 @@ from .checks import (
     check_workspace,
     optional_array,
     parse_causal,
+    parse_flag,
     parse_integer,
     parse_precision,
     parse_scale,
@@ -27,6 +28,7 @@ from .checks import (
     query_key_value,
     with_heads,
 )
+from .types import Causal
 
 
 class Operand(NamedTuple):
@@ -101,7 +103,7 @@ def describe_attention(
     k: Any,
     v: Any,
     *,
-    causal: bool | str = False,
+    causal: Causal = False,
     window: Any = None,
     query_offset: Any = None,
     scale: Any = None,
@@ -133,7 +135,7 @@ def describe_attention(
     check_features(q_info, k_info, v_info)
     if k_info.shape[-2] != seqlen_k:
         raise ValueError(f"v has {seqlen_k} keys (axis -2) but k has {k_info.shape[-2]}")
-    check_heads(num_heads_q, k_info.shape[-3], num_heads_kv)
+    check_heads(num_heads_q, k_info.shape[-3], num_heads_kv, q_info.device, (seqlen_q, seqlen_k))
     batch = broadcast_batch(q_info.shape[:-3], k_info.shape[:-3], v_info.shape[:-3])
 
     heads = (*batch, num_heads_q)
@@ -156,7 +158,7 @@ def describe_attention(
     out_name, lse_name = check_results(infos, out, lse, out_dtype, out_shape[1:] if is_2d else out_shape)
     if workspace is not None:
         check_workspace(infos, workspace)
-    want_lse = bool(return_lse) or lse is not None
+    want_lse = parse_flag("return_lse", return_lse) or lse is not None
     q_operand = _operand(q_info, (*heads, seqlen_q, head_dim))
     problem = Problem(
         "attention",
@@ -201,7 +203,7 @@ def describe_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any = None,
     *,
-    causal: bool | str = False,
+    causal: Causal = False,
     window: Any = None,
     scale: Any = None,
     softcap: Any = None,
@@ -232,7 +234,7 @@ def describe_varlen(
     check_features(q_info, k_info, v_info)
     if k_info.shape[0] != total_k:
         raise ValueError(f"v has {total_k} tokens (axis 0) but k has {k_info.shape[0]}")
-    check_heads(num_heads_q, k_info.shape[1], num_heads_kv)
+    check_heads(num_heads_q, k_info.shape[1], num_heads_kv, q_info.device)
 
     check_cu_seqlens(infos, "cu_seqlens_q", cu_seqlens_q, total_q, "q")
     check_cu_seqlens(infos, "cu_seqlens_k", cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k, total_k, "k")
@@ -257,7 +259,7 @@ def describe_varlen(
     dtype = q_info.dtype
     out_shape = (total_q, num_heads_q, head_dim_v)
     out_name, lse_name = check_results(infos, out, lse, out_dtype, out_shape)
-    want_lse = bool(return_lse) or lse is not None
+    want_lse = parse_flag("return_lse", return_lse) or lse is not None
     q_operand = _operand(q_info, q_info.shape)
     problem = Problem(
         "attention_varlen",

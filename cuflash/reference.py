@@ -113,11 +113,15 @@ def attention(
         peak = np.maximum(peak, sink)
     # Without any logit above -inf there is nothing to shift by, and -inf - -inf would be NaN.
     shift = np.where(peak == -np.inf, 0.0, peak)
-    weights = np.exp(logits - shift[..., np.newaxis])
-    denominator = weights.sum(axis=-1) + np.exp(sink - shift)
-    out = weights @ v / np.where(denominator == 0.0, 1.0, denominator)[..., np.newaxis]
-    with np.errstate(divide="ignore"):
+    # A logit of +inf makes NaN of its row; a sink of +inf takes all the weight.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        weights = np.exp(logits - shift[..., np.newaxis])
+        denominator = weights.sum(axis=-1) + np.where(sink == np.inf, 1.0, np.exp(sink - shift))
+        out = weights / np.where(denominator == 0.0, 1.0, denominator)[..., np.newaxis] @ v
         lse = shift + np.log(denominator)
+    sees_nothing = np.logical_not(visible.any(axis=-1))
+    out = np.where(sees_nothing[..., np.newaxis], 0.0, out)
+    lse = np.where(sees_nothing, sink, lse)
     return (out[0], lse[0]) if is_2d else (out, lse)
 
 
@@ -205,14 +209,12 @@ def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, F
     out : ndarray of float64, shape (..., Nq, Dv)
         sum_s exp(lses[s] - lse) outs[s]; 0 where every lse is -inf.
     lse : ndarray of float64, shape (..., Nq)
-        log(sum_s exp(lses[s])); NaN where one of them is +inf or NaN.
+        log(sum_s exp(lses[s])); NaN where one of them is.
     """
     outs, lses = (np.asarray(x).astype(np.float64) for x in (outs, lses))
     outs = np.where(np.isneginf(lses)[..., np.newaxis], 0.0, outs)
     peak = lses.max(axis=0)
-    shift = np.where(peak == -np.inf, 0.0, peak)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        weights = np.exp(lses - shift)
+    with np.errstate(invalid="ignore"):
+        weights = np.where(lses == peak, 1.0, np.exp(lses - peak))
         total = weights.sum(axis=0)
-        shares = weights / np.where(total == 0.0, 1.0, total)
-        return (shares[..., np.newaxis] * outs).sum(axis=0), shift + np.log(total)
+        return ((weights / total)[..., np.newaxis] * outs).sum(axis=0), peak + np.log(total)

@@ -19,6 +19,9 @@ MIN_KEYS_PER_PACED_SPLIT = 128
 """Where the cost of splits is weighed."""
 FAST_ENOUGH = 0.85
 """Share of the best speed for which fewer splits are preferred: each one adds partial results."""
+PARTIAL_COLUMNS = 3
+"""Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
+parts have in common (`store_sum` of cuda_src/common/store.cuh)."""
 ENOUGH_THREADS = 256
 """Threads that keep a multiprocessor busy; with more of them blocks only share what there is."""
 
@@ -102,6 +105,7 @@ class Partial(NamedTuple):
 
     out: Operand
     lse: Operand
+    """With `PARTIAL_COLUMNS`."""
     strides: tuple[int, int]
     """Bytes from split to split of `out` and `lse`."""
 
@@ -109,11 +113,15 @@ class Partial(NamedTuple):
 @lru_cache(maxsize=1024)
 def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str) -> Partial:
     """Layout of the partial results of `rows` x `head_dim_v`."""
-    shape = (*rows, head_dim_v)
-    out_strides, lse_strides = (contiguous_strides(axes, ITEMSIZE[dtype]) for axes in (shape, rows))
-    out = Operand(dtype, out_strides, alignment_of(0, shape, out_strides))
-    lse = Operand(dtype, lse_strides, alignment_of(0, rows, lse_strides))
-    return Partial(out, lse, (prod(shape) * ITEMSIZE[dtype], prod(rows) * ITEMSIZE[dtype]))
+    widths = head_dim_v, PARTIAL_COLUMNS
+    out, lse = (_packed((*rows, width), dtype) for width in widths)
+    out_step, lse_step = (prod(rows) * width * ITEMSIZE[dtype] for width in widths)
+    return Partial(out, lse, (out_step, lse_step))
+
+
+def _packed(shape: tuple[int, ...], dtype: str) -> Operand:
+    strides = contiguous_strides(shape, ITEMSIZE[dtype])
+    return Operand(dtype, strides, alignment_of(0, shape, strides))
 
 
 def partial_of(problem: Problem) -> Partial:

@@ -1,127 +1,256 @@
-"""Threads of the NumPy back end: a pool that survives forks, and BLAS kept to one thread meanwhile."""
+"""Threads of the NumPy back end, and BLAS kept to one thread meanwhile.
+
+A call can begin and end anywhere: in a signal handler or a `__del__` that interrupts another call, in threads that
+outlive the main one, in a forked child, by a KeyboardInterrupt at any moment. So the thread that calls takes part in
+the work and waits for no lock: it asks others through a queue that can be entered again, and those that have not begun
+when it is done are not waited for.
+
+What has to happen however a call ends is in a `finally`, and a second KeyboardInterrupt must not keep it from
+happening. Python runs signal handlers, and changes threads, only after calls, at jumps backward and at the beginning of
+functions of its own; so such a block has none of these in front of its one call, which is a function of C. Python 3.10
+runs them where a block begins, too, unless it begins with `try`.
+"""
 
 from __future__ import annotations
 
+import _thread
+import ctypes
 import os
-import threading
-from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from queue import SimpleQueue
+from threading import Lock
+from typing import Any, TypeVar
 
-if TYPE_CHECKING:
-    from concurrent.futures import ThreadPoolExecutor
+import numpy as np
+
+Item = TypeVar("Item")
 
 
-class OneBlasThread:
-    """Context in which BLAS uses one thread, because the threads around it already use all cores.
+def _python_function(name: str, result: Any, *arguments: Any, wait: bool = False) -> Any:
+    """Return a function of the interpreter; one that may wait gives up the interpreter's lock."""
+    prototype = ctypes.CFUNCTYPE if wait else ctypes.PYFUNCTYPE
+    address = ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+    return prototype(result, *arguments)(address)  # type: ignore[arg-type]
 
-    Most BLAS libraries know one limit for the whole process. Several threads may be inside at once; the first one in
-    sets the limit and the last one out restores what was before. Libraries built on OpenMP have a limit per thread:
-    there everybody sets and restores its own.
+
+# Unlike the locks of `threading`, these are waited for without looking at signals.
+_allocate_lock = _python_function("PyThread_allocate_lock", ctypes.c_void_p)
+_acquire_lock = _python_function("PyThread_acquire_lock", ctypes.c_int, ctypes.c_void_p, ctypes.c_int, wait=True)
+_release_lock = _python_function("PyThread_release_lock", None, ctypes.c_void_p)
+_free_locks: deque[int] = deque()
+"""Used again and never destroyed: a helper that comes too late still tries to acquire one."""
+
+
+class _Call:
+    """The work of one call: `items`, and the function that takes some of them."""
+
+    def __init__(self, items: Iterable[Any], work: Callable[[Iterator[Any]], None]) -> None:
+        self.items = deque(items)
+        self.work = work
+        self.stopped = False
+        self.error: BaseException | None = None
+        self.num_helpers = 0
+        self.turn: int | None = None
+        """Lock of the helpers, from the first one in to the last one out; then of the caller, for good."""
+
+    def rest(self) -> Iterator[Any]:
+        """Give items until none is left, or until the call has stopped; in several threads, each to one of them."""
+        while not self.stopped:
+            try:
+                yield self.items.popleft()
+            except IndexError:
+                return
+
+
+class _Limit:
+    """Number of threads of a BLAS library: one while anybody is `inside`."""
+
+    def __init__(self, get: Callable[[], int], set: Callable[[int], Any], process_wide: bool) -> None:
+        self.get = get
+        self.set = set
+        self.process_wide = process_wide
+        """Otherwise each thread has a limit of its own."""
+        self.inside: dict[object, bool] = {}
+        self.before: int | None = None
+        """What holds again when the last one leaves; None while nobody is inside."""
+
+
+_limit: _Limit | None = None
+
+
+def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iterator[Item]], None]) -> None:
+    """Call `work(some_items)` in this thread and in up to `num_threads - 1` others, with BLAS at one thread in each.
+
+    Together the iterators give every item once. An error in one of the threads ends all of them, and is raised here; no
+    thread is at work when this function has ended, in whatever way.
     """
+    call = _Call(items, work)
+    if num_threads == 1:
+        _take_part(call)
+        return
+    try:
+        call.turn = _free_locks.pop()
+    except IndexError:
+        call.turn = _allocate_lock()
+    try:
+        _helpers.ask(call, num_threads - 1)
+        _take_part(call)
+    finally:
+        try:
+            call.stopped = True
+        finally:
+            _acquire_lock(call.turn, 1)
+        call.items.clear()  # helpers that are still to come keep nothing alive
+        _release_lock(call.turn)
+        _free_locks.append(call.turn)
+    error, call.error = call.error, None
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # it refers to this frame
+
+
+def _take_part(call: _Call) -> None:
+    found = _limit or _find_limit()
+    limit = found if found.process_wide else _Limit(found.get, found.set, False)
+    me = object()
+    try:
+        limit.inside[me] = True
+        if limit.before is None:
+            limit.before = limit.get()
+        limit.set(1)
+        call.work(call.rest())
+    finally:
+        try:
+            call.stopped = True
+            if me in limit.inside:
+                del limit.inside[me]
+        finally:
+            if not limit.inside and limit.before is not None:
+                before, limit.before = limit.before, None
+                limit.set(before)
+
+
+class _Helpers:
+    """Threads that wait for calls to help with. They end with the process, whatever they wait for."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._libraries: list[Any] | None = None
-        self._before: list[int] = []
-        self._before_in_thread = threading.local()
+        self._calls: SimpleQueue[_Call] = SimpleQueue()
+        self._size = 0
+        self._lock = Lock()  # for the helpers alone
 
-    def __enter__(self) -> None:
+    def ask(self, call: _Call, num_helpers: int) -> None:
+        """Let up to so many helpers take part in a call."""
+        while self._size < num_helpers:
+            try:
+                _thread.start_new_thread(self._serve, ())
+            except RuntimeError:  # while the interpreter shuts down, or there are too many threads
+                break
+            self._size += 1
+        for _ in range(min(num_helpers, self._size)):
+            self._calls.put(call)
+
+    def _serve(self) -> None:
+        while True:
+            call = self._calls.get()
+            self._help(call)
+            del call  # or it would keep arrays alive until the next one
+
+    def _help(self, call: _Call) -> None:
         with self._lock:
-            if not self._users:
-                self._before = _limit(self._find(per_thread=False))
-            self._users += 1
-        self._before_in_thread.limits = _limit(self._find(per_thread=True))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        _restore(self._find(per_thread=True), self._before_in_thread.limits)
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                _restore(self._find(per_thread=False), self._before)
-
-    def limit_this_thread(self) -> None:
-        """Limit libraries that count per thread, for as long as this thread lives: for threads that do nothing else."""
-        _limit(self._find(per_thread=True))
-
-    def forget_users(self) -> None:
-        """Leave for everybody: in a forked child the threads that were inside do not exist."""
-        self._lock = threading.Lock()
-        if self._users:
-            self._users = 0
-            _restore(self._find(per_thread=False), self._before)
-
-    def _find(self, per_thread: bool) -> list[Any]:
-        if self._libraries is None:
-            # Imported late: `import cuflash` must stay quick, and finding the libraries takes milliseconds.
-            from threadpoolctl import ThreadpoolController
-
-            found = ThreadpoolController().select(user_api="blas").lib_controllers
-            self._libraries = [library for library in found if library.num_threads is not None]
-        return [library for library in self._libraries if (_layer(library) == "openmp") == per_thread]
+            if not call.num_helpers and (call.stopped or not _acquire_lock(call.turn, 0)):
+                return
+            call.num_helpers += 1
+        try:
+            _take_part(call)
+        except BaseException as error:
+            call.error = error
+        finally:
+            with self._lock:
+                call.num_helpers -= 1
+                if not call.num_helpers:
+                    _release_lock(call.turn)
 
 
-def _layer(library: Any) -> str:
-    return getattr(library, "threading_layer", "unknown")
+_helpers = _Helpers()
 
 
-def _limit(libraries: list[Any]) -> list[int]:
-    """Set one thread and return what was before."""
-    before = [library.num_threads for library in libraries]
-    _restore(libraries, [1] * len(libraries))
-    return before
+def _find_limit() -> _Limit:
+    """Find the BLAS library that NumPy calls, once."""
+    global _limit
+    # Imported late: `import cuflash` must stay quick, and finding the libraries takes milliseconds.
+    from threadpoolctl import ThreadpoolController
+
+    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    libraries = [library for library in libraries if library.num_threads is not None]
+    # Wheels of NumPy bring their own; what other packages' wheels bring is left alone.
+    folder = os.path.dirname(os.path.realpath(np.__file__))
+    libraries.sort(key=lambda library: not library.filepath.startswith(folder))
+    if not libraries:
+        limit = _Limit(lambda: 1, lambda num_threads: None, process_wide=False)
+    else:
+        library = libraries[0]
+        openmp = getattr(library, "threading_layer", "unknown") == "openmp"
+        per_thread = openmp or library.internal_api == "mkl"
+        functions = _openblas_functions(library.filepath, openmp) if library.internal_api == "openblas" else None
+        # Other libraries are set through Python: there a second interrupt, at the wrong moment, leaves one thread.
+        get, set_ = functions or (library.get_num_threads, library.set_num_threads)
+        limit = _Limit(get, set_, not per_thread)
+        if not per_thread:
+            _show_what_was_before(library)
+    if _limit is None:  # another thread may have been quicker
+        _limit = limit
+    return _limit
 
 
-def _restore(libraries: list[Any], limits: list[int]) -> None:
-    for library, limit in zip(libraries, limits, strict=True):
-        # From threadpoolctl 3.8 on only the thread that set a limit first may set it again, until that is cleared; but
-        # the last one out is often another thread than the first one in.
-        clear = getattr(library, "clear_controlling_thread", lambda force: None)
-        clear(force=True)
-        library.set_num_threads(limit)
-        clear(force=True)
+def _openblas_functions(path: str, openmp: bool) -> tuple[Any, Any] | None:
+    """Functions of C that return and set the number of threads, under the names that builds of OpenBLAS give them."""
+    library = ctypes.PyDLL(path)
+    names = [("omp_get_max_threads", "omp_set_num_threads")] if openmp else [
+        (f"{prefix}openblas_get_num_threads{suffix}", f"{prefix}openblas_set_num_threads{suffix}")
+        for prefix in ("", "scipy_")
+        for suffix in ("", "64_", "_64")
+    ]  # fmt: skip
+    for get, set_ in names:
+        if hasattr(library, get) and hasattr(library, set_):
+            return getattr(library, get), getattr(library, set_)
+    return None
 
 
-one_blas_thread = OneBlasThread()
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-_pool_lock = threading.Lock()
+def _show_what_was_before(library: Any) -> None:
+    """Let threadpoolctl read and change what holds after the calls at work, as if there were none.
 
-
-def run_on_threads(num_threads: int, work: Callable[[], None]) -> None:
-    """Call `work()` in this thread and in up to `num_threads - 1` others; return when all are done.
-
-    `work` must cope with fewer callers: the others are shared with every other call of this process.
+    Otherwise a `threadpool_limits` that another thread enters during a call would take the one thread for what was
+    before, and set it for good when it is left.
     """
-    pool = _shared_pool(num_threads - 1) if num_threads > 1 else None
-    futures = [pool.submit(work) for _ in range(num_threads - 1)] if pool is not None else []
-    try:
-        work()
-    finally:
-        for future in futures:
-            # What has not begun would find nothing left to do.
-            if not future.cancel():
-                future.result()
+    kind, path = type(library), library.filepath
+    setter = "_real_set_num_threads" if hasattr(kind, "_real_set_num_threads") else "set_num_threads"
+    get_really, set_really = kind.get_num_threads, getattr(kind, setter)
 
+    def get_num_threads(self: Any) -> int | None:
+        before = _limit.before if _limit is not None and self.filepath == path else None
+        return get_really(self) if before is None else before
 
-def _shared_pool(size: int) -> ThreadPoolExecutor:
-    global _pool, _pool_size
-    with _pool_lock:
-        if _pool is None or _pool_size < size:
-            from concurrent.futures import ThreadPoolExecutor
+    def set_num_threads(self: Any, num_threads: int) -> Any:
+        if _limit is None or self.filepath != path or _limit.before is None:
+            return set_really(self, num_threads)
+        _limit.before = num_threads
 
-            # A smaller one that is still in use ends with its last call.
-            _pool, _pool_size = ThreadPoolExecutor(size, "cuflash", one_blas_thread.limit_this_thread), size
-        return _pool
+    kind.get_num_threads = get_num_threads
+    setattr(kind, setter, set_num_threads)
 
 
 def _after_fork_in_child() -> None:
-    global _pool, _pool_lock
-    _pool, _pool_lock = None, threading.Lock()
-    one_blas_thread.forget_users()
+    # The other threads, helpers and callers, do not exist here.
+    global _helpers
+    _helpers = _Helpers()
+    if _limit is not None:
+        _limit.inside.clear()
+        if _limit.before is not None:
+            before, _limit.before = _limit.before, None
+            _limit.set(before)
 
 
 if hasattr(os, "register_at_fork"):

@@ -2,13 +2,77 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from .checks import hashable_window
 from .launch import execute, find
+from .names import check_options, explains_unknown_options
 from .problem import describe_varlen
+from .types import Causal, FloatDtype, Precision, Real, Window
+
+if TYPE_CHECKING:
+    from .types import AnyArray, NumpyArray, Pair, Unpack, VarlenOptions, VarlenResults, WithoutLse
 
 
+# fmt: off
+@overload
+def attention_varlen(
+    q: NumpyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: Literal[False] = False, lse: None = None,
+    **options: Unpack[VarlenOptions],
+) -> NumpyArray | WithoutLse: ...
+@overload
+def attention_varlen(
+    q: NumpyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: Literal[True], lse: AnyArray | None = None,
+    **options: Unpack[VarlenOptions],
+) -> tuple[NumpyArray, Any]: ...
+@overload
+def attention_varlen(
+    q: NumpyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: bool = False, lse: AnyArray,
+    **options: Unpack[VarlenOptions],
+) -> tuple[NumpyArray, Any]: ...
+@overload
+def attention_varlen(
+    q: NumpyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: bool, lse: None = None,
+    **options: Unpack[VarlenOptions],
+) -> NumpyArray | WithoutLse | tuple[NumpyArray, Any]: ...
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: Literal[False] = False, lse: None = None,
+    **options: Unpack[VarlenResults],
+) -> Any | WithoutLse: ...
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: Literal[True], lse: AnyArray | None = None,
+    **options: Unpack[VarlenResults],
+) -> Pair: ...
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: bool = False, lse: AnyArray,
+    **options: Unpack[VarlenResults],
+) -> Pair: ...
+@overload
+def attention_varlen(
+    q: AnyArray, k: AnyArray, v: AnyArray,
+    cu_seqlens_q: AnyArray, cu_seqlens_k: AnyArray | None = None,
+    *, return_lse: bool, lse: None = None,
+    **options: Unpack[VarlenResults],
+) -> Any | WithoutLse | Pair: ...
+# fmt: on
+@explains_unknown_options
 def attention_varlen(
     q: Any,
     k: Any,
@@ -16,19 +80,20 @@ def attention_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any = None,
     *,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    scale: Real | None = None,
+    softcap: Real | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
-    precision: str | None = None,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    precision: Precision | None = None,
+    max_seqlen_q: SupportsIndex | None = None,
+    max_seqlen_k: SupportsIndex | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
-    out_dtype: Any = None,
+    out_dtype: FloatDtype | None = None,
+    **unknown: Any,
 ) -> Any:
     """Softmax attention of many sequences packed one behind the other, each attending to its own keys.
 
@@ -95,10 +160,12 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, np.array([0, 5, 12]), causal=True).shape
     (12, 4, 16)
     """
+    if unknown:
+        check_options("attention_varlen", unknown)
     options = (
-        "attention_varlen", causal, type(causal), scale, type(scale), softcap, type(softcap), precision, return_lse,
-        out_dtype, None if window is None else hashable_window(window), max_seqlen_q, type(max_seqlen_q), max_seqlen_k,
-        type(max_seqlen_k),
+        "attention_varlen", causal, type(causal), scale, type(scale), softcap, type(softcap), precision,
+        return_lse, type(return_lse), out_dtype, None if window is None else hashable_window(window),
+        max_seqlen_q, type(max_seqlen_q), max_seqlen_k, type(max_seqlen_k),
     )  # fmt: skip
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     others = (out, lse, None, None, alibi_slopes, sinks, None, cu_seqlens_q, keys)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash
 from cuflash.arrays import (
     HOST,
     contiguous_strides,
@@ -184,6 +185,53 @@ def test_inspect_subclass_without_its_own_meaning(tmp_path: Any) -> None:
     x = np.memmap(tmp_path / "x", np.float32, "w+", shape=(2, 3))
     info = inspect("x", x)
     assert type(info.array) is np.ndarray and info.pointer == x.__array_interface__["data"][0]
+
+
+class Obstinate(np.ndarray):
+    """Gives copies where arrays give views, and calls itself empty."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return np.array(np.asarray(self)[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise RuntimeError("read only, says the subclass")
+
+    def astype(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("no")
+
+    shape = property(lambda self: (0,))  # type: ignore[assignment]
+    swapaxes = transpose = reshape = astype  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("is_2d", [False, True])
+@pytest.mark.parametrize("op", ["attention", "attention_varlen", "merge_attention_states"])
+def test_subclasses_are_read_and_written_past_their_methods(op: str, is_2d: bool, rng: np.random.Generator) -> None:
+    def obstinate(x: np.ndarray) -> Any:
+        return x.view(Obstinate)
+
+    q, k, v = rng.standard_normal((3, 2, 300, 2), dtype=np.float32)[:, 0 if is_2d else slice(None)]
+    sinks = np.ones(1 if is_2d else 2, np.float32)
+    if op == "merge_attention_states":
+        outs, lses = [q, k], [v[..., 0], v[..., 1]]
+        right = cuflash.merge_attention_states(outs, lses)
+        found = cuflash.merge_attention_states([*map(obstinate, outs)], [*map(obstinate, lses)])
+    elif op == "attention_varlen":
+        q, k, v = (np.ascontiguousarray(x.reshape(-1, 1, 2)) for x in (q, k, v))
+        lengths = np.array([0, 7, len(q)])
+        right = cuflash.attention_varlen(q, k, v, lengths, sinks=sinks[:1], return_lse=True)
+        found = tuple(obstinate(np.full_like(x, 7)) for x in right)
+        inputs = map(obstinate, (q, k, v, lengths))
+        results = cuflash.attention_varlen(*inputs, sinks=obstinate(sinks[:1]), out=found[0], lse=found[1])
+        assert results[0] is found[0] and results[1] is found[1]
+    else:
+        bias, mask = np.ones((300, 300)), rng.random((300, 300)) < 0.9
+        right = cuflash.attention(q, k, v, bias=bias, mask=mask, sinks=sinks, return_lse=True)
+        found = tuple(obstinate(np.full_like(x, 7)) for x in right)
+        options = {"bias": obstinate(bias), "mask": obstinate(mask), "sinks": obstinate(sinks)}
+        results = cuflash.attention(*map(obstinate, (q, k, v)), **options, out=found[0], lse=found[1])
+        assert results[0] is found[0] and results[1] is found[1]
+    for ours, theirs in zip(found, right, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs)
 
 
 class Described:

@@ -109,7 +109,7 @@ def test_names_tell_cases_apart(group: str) -> None:
 def test_default_groups_exist() -> None:
     for groups in DEFAULT_GROUPS.values():
         assert set(groups) <= {*GROUPS, OVERHEADS}
-    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu"} == {*GROUPS, OVERHEADS}
+    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu", "small"} == {*GROUPS, OVERHEADS}
 
 
 @pytest.mark.parametrize("backend", DEFAULT_GROUPS)
@@ -500,6 +500,7 @@ def test_peers_compute_attention(case: Case) -> None:
         (["--peers", "no_such_module"], "--peers no_such_module: ModuleNotFoundError"),
         (["--peers", "no_such_file.py"], "--peers no_such_file.py: FileNotFoundError"),
         (["--peers", "json"], "--peers json: AttributeError"),
+        (["--tile", "banana"], "tile is 'banana', expected rows x keys"),
         (["--backend", "tpu"], "argument --backend: invalid choice: 'tpu'"),
     ],
 )
@@ -684,20 +685,3 @@ def test_gpu_gate(dtype: str) -> None:
     assert verdict_on(inputs, out, cupy).good
     spoiled = (out.astype(np.float64) * 1.01).astype(out.dtype)
     assert not verdict_on(inputs, spoiled, cupy).good
-
-
-# What is stored
-
-
-def test_readme_shows_what_is_stored() -> None:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    assert spec is not None and spec.loader is not None
-    readme = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(readme)
-    files = sorted(readme.RESULTS.glob("*.json"))
-    assert files
-    text = (ROOT / "README.md").read_text()
-    for path in files:
-        report = json.loads(path.read_text())
-        assert readme.section(path, report) in text, "python benchmarks/readme.py has not been run"
-        assert path.with_suffix(".md").read_text() == f"# `{path.name}`\n\n{reports.markdown(report)}\n"

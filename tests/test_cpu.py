@@ -17,33 +17,30 @@ import pytest
 from threadpoolctl import threadpool_info
 
 import cuflash
-from cuflash import cpu, cpu_tile, reference
+from cuflash import cpu, cpu_blocks, cpu_tile, host, reference
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
 
 
 @pytest.fixture
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give small problems many blocks and tiles, and short ones in several threads."""
     for name, value in {
-        "TILE_ELEMENTS": 2**10,
+        "TILE_BYTES": 2**12,
         "BLOCK_ROWS": 32,
         "MIN_BLOCK_ROWS": 8,
         "MIN_BLOCKS": 4,
-        "GROUPED_SCORES": 2**8,
-        "THREAD_COST": 2**14,
+        "MIN_BLOCK_COST": 2**15,
+        "MAX_BLOCK_COST": 2**16,
     }.items():
-        monkeypatch.setattr(cpu, name, value)
+        monkeypatch.setattr(cpu_blocks, name, value)
+    monkeypatch.setattr(cpu, "THREAD_COST", 2**14)
     monkeypatch.setenv("CUFLASH_NUM_THREADS", "3")
-
-
-@pytest.fixture(params=["bounded", "shifted"])
-def both_softmaxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Run with and without the short cut for logits that need no shift."""
-    if request.param == "shifted":
-        monkeypatch.setattr(cpu, "SAFE_LOGIT", -1.0)
+    monkeypatch.setattr(host, "_calls", {})
+    cpu_blocks.cut.cache_clear()
     yield
+    cpu_blocks.cut.cache_clear()
 
 
 def _draw(
@@ -175,7 +172,7 @@ def _materialise(
 
 @dtypes
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.usefixtures("small_tiles", "both_softmaxes")
+@pytest.mark.usefixtures("small_tiles")
 def test_every_option(options: dict[str, Any], dtype: Any) -> None:
     rng = np.random.default_rng(0)
     for lengths in ((41, 150), (90, 37)):
@@ -363,7 +360,6 @@ def test_peak_rises_from_tile_to_tile() -> None:
 
 @pytest.mark.parametrize("spread", [1e-3, 0.05, 1.0, 8.0])
 @pytest.mark.parametrize("heavy_tails", [False, True])
-@pytest.mark.usefixtures("both_softmaxes")
 def test_error_over_distributions(spread: float, heavy_tails: bool) -> None:
     rng = np.random.default_rng(21)
     for lengths in ((1, 5000), (70, 2600), (300, 1300)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from cuflash import demo
+from cuflash.bench.device import peak_bytes
 
 TEMPERATURE = 1 / 100
 
@@ -29,8 +32,11 @@ def test_runs_and_saves_a_picture(backend: str, tmp_path: Path, capsys: pytest.C
     assert demo.main(["--backend", backend, "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    for part in ("accuracy", "nearest neighbour", "most frequent digit", "error against float64", "time", str(picture)):
+    for part in ("accuracy", "nearest neighbour", "most frequent digit", "error against float64", str(picture)):
         assert part in printed
+    names = {"numpy": ("cuflash", "naive NumPy"), "cupy": ("cuflash", "naive CuPy")}
+    for name in names[backend]:
+        assert re.search(rf"^  {name} +[0-9.]+ ms, [0-9.]+ MiB$", printed, re.MULTILINE), printed
     assert "FAILED" not in printed
 
 
@@ -78,6 +84,44 @@ def test_lse_brings_the_weights_back(digits: tuple[demo.Digits, demo.Digits]) ->
     assert (np.diff(weights, axis=1) <= 0).all()
 
 
+@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_naive_attention_is_attention_and_takes_the_memory_of_its_scores(
+    library: str, digits: tuple[demo.Digits, demo.Digits]
+) -> None:
+    xp = pytest.importorskip(library)
+    training, held_out = digits
+    q, k, v = demo.operands(xp, held_out, training)
+    reading = demo.read(xp, held_out, training, TEMPERATURE)
+    out, lse = demo.naive_attention(xp, q, k, v, 1 / TEMPERATURE)
+    np.testing.assert_allclose(demo.to_host(out), reading.probabilities, atol=1e-4)
+    np.testing.assert_allclose(demo.to_host(lse), reading.lse, rtol=1e-5)
+    (ours, our_bytes), (naive, naive_bytes) = demo.costs(xp, held_out, training, TEMPERATURE).values()
+    scores, results = 4 * len(q) * len(k), 4 * len(q) * 11
+    assert min(ours, naive) > 0 and scores <= naive_bytes < 1.2 * scores
+    assert results <= our_bytes < naive_bytes
+
+
+@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_peak_memory_counts_what_is_held_at_once(library: str) -> None:
+    xp = pytest.importorskip(library)
+
+    def call() -> None:
+        x = xp.ones(1 << 20, np.uint8)
+        y = x + x
+        del x
+        y + y
+
+    assert 2 << 20 <= peak_bytes(xp, call) < (2 << 20) + 10_000
+
+
+def test_picture_explains_itself(digits: tuple[demo.Digits, demo.Digits]) -> None:
+    training, held_out = digits
+    reading = demo.read(np, held_out, training, TEMPERATURE)
+    caption = demo.draw_hardest(held_out, reading, training, TEMPERATURE, count=2, neighbours=2).get_supxlabel()
+    assert "digit: weight" in caption
+    assert f"its median over all 597 held-out images is {np.median(reading.lse):.1f}" in caption
+
+
 def test_wrong_attention_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,3 +151,34 @@ def test_cupy_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert demo.choose_backend("numpy") is np
     assert demo.main(["--backend", "cupy"]) == 2
     assert "cuflash[cuda12]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [("nowhere/digits.png", "No such file"), (".", "Is a directory"), ("digits.doc", "suffix '.doc'")],
+)
+def test_output_that_cannot_be_written_fails_before_anything_is_computed(
+    output: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "load", None)
+    path = f"{tmp_path}/{output}"
+    assert demo.main(["--backend", "numpy", "--output", path]) == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"--output {path}: ") and words in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_checking_the_output_keeps_what_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "digits.png"
+    demo.check_output(path)
+    assert not path.exists()
+    path.write_bytes(b"before")
+    demo.check_output(path)
+    assert path.read_bytes() == b"before"
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="nothing is read-only for this user")
+def test_output_into_a_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(PermissionError):
+        demo.check_output(tmp_path / "digits.png")

@@ -82,6 +82,27 @@ class NowhereTensor(HostTensor):
         raise ValueError("this device has no DLPack number")
 
 
+class Table:
+    """What has data and can be a NumPy array, such as a column of a table."""
+
+    shape = (2, 4, 5, 8)
+    dtype = np.dtype(np.float32)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("must not be asked for its data")
+
+
+class Sparse:
+    """A sparse matrix: NumPy would make an array of one object of it."""
+
+    shape = (5, 8)
+    dtype = np.dtype(np.float32)
+
+    def toarray(self) -> Any:
+        raise AssertionError("must not be asked for its data")
+
+
+TORCH_HALF = type("dtype", (), {"__repr__": lambda _: "torch.half"})()
 ARRAY = "expected a NumPy or CuPy array, or a GPU array with __dlpack__"
 FLOATS = "expected float16, bfloat16, float32 or float64"
 STAND_IN = SimpleNamespace(shape=(2, 4, 5, 8), dtype=np.dtype(np.float32))
@@ -103,6 +124,11 @@ def not_arrays(names: tuple[str, ...]) -> list[Bad]:
         ):
             words = (name, got) if what == "stand_in" else (name, got, ARRAY)
             made.append(bad(f"{name}-{what}", TypeError, words, given(**{name: x})))
+        for what, x, words in (
+            ("table", Table(), ("Table, ", f"{ARRAY}; pass np.asarray(x)")),
+            ("sparse", Sparse(), ("Sparse, ", f"{ARRAY}; pass x.toarray()")),
+        ):
+            made.append(bad(f"{name}-{what}", TypeError, (name, *words), given(**{name: x})))
         for what, make, got in (
             ("masked", lambda xp, good: np.ma.zeros((2, 2), np.float32), "numpy.ma.MaskedArray"),
             ("matrix", lambda xp, good: np.asmatrix(np.zeros((2, 2), np.float32)), "numpy.matrix"),
@@ -168,7 +194,32 @@ SCALARS = [
         )
     ),
     bad("scale-0d", TypeError, ("scale is", "of shape ()", "finite real number"), given(scale=zeros())),
-    bad("scale-1e39", ValueError, ("scale is 1e+39", "float32"), given(scale=1e39)),
+    *(
+        bad(
+            f"scale-{value}",
+            ValueError,
+            (f"scale is {value}, expected at most 1e+30 in magnitude for float32 arrays",),
+            given(scale=value),
+        )
+        for value in (1.1e30, -1.1e30, 3e38, 1e39, -1e300)
+    ),
+    *(
+        bad(
+            f"scale-{value}-{dtype}",
+            ValueError,
+            (f"scale is {value}, expected at most {most} in magnitude for {dtype} arrays",),
+            lambda xp, good, dtype=dtype, value=value: {
+                "scale": value,
+                **{name: good[name].astype(np.dtype(dtype)) for name in ("q", "k", "v")},
+            },
+        )
+        for dtype, most, value in (
+            ("float16", "1e+30", 1.1e30),
+            ("bfloat16", "1e+30", -2e30),
+            ("float64", "1e+300", 1.1e300),
+            ("float64", "1e+300", -1.7e308),
+        )
+    ),
     bad("scale-overflow", ValueError, ("scale is an int of 1329 bits", "finite real number"), given(scale=10**400)),
     bad(
         "window-huge", ValueError, ("window[0] (left) is an int of 16610 bits", "None"), given(window=(-(10**5000), 1))
@@ -191,6 +242,8 @@ SCALARS = [
         bad(f"causal-{type(value).__name__}", TypeError, ("causal is", "expected False, True"), given(causal=value))
         for value in (1, None, 0.0, [True], np.ones(1, bool))
     ),
+    bad("return_lse", TypeError, ("return_lse is 'no', expected True or False",), given(return_lse="no")),
+    bad("causal-None-in-words", TypeError, ("causal is None, expected False, True",), given(causal=None)),
     bad("softcap-fraction", ValueError, ("softcap is -0.5", "above 0", "None"), given(softcap=Fraction(-1, 2))),
     bad("precision-name", ValueError, ("precision is 'fp32'", "None, 'ieee' or 'tf32'"), given(precision="fp32")),
     bad("precision-int", ValueError, ("precision is 32", "None, 'ieee' or 'tf32'"), given(precision=32)),
@@ -302,6 +355,7 @@ def results(out: tuple[int, ...], lse: tuple[int, ...]) -> list[Bad]:
         bad("out_dtype-float8", TypeError, ("out_dtype is float8", FLOATS), given(out_dtype=ml_dtypes.float8_e5m2)),
         bad("out_dtype-swapped", TypeError, ("out_dtype is >f4", FLOATS), given(out_dtype=">f4")),
         bad("out_dtype-unknown", TypeError, ("out_dtype is 'float31'", FLOATS), given(out_dtype="float31")),
+        bad("out_dtype-foreign", TypeError, ("out_dtype is torch.half", FLOATS), given(out_dtype=TORCH_HALF)),
         bad("out_dtype-object", TypeError, ("out_dtype is", FLOATS), given(out_dtype=object())),
         bad(
             "out_dtype-malformed", TypeError, ("out_dtype is", FLOATS), given(out_dtype={"names": ["a"], "formats": []})
@@ -360,6 +414,12 @@ DENSE = [
     bad("v-seqlen-1", ValueError, ("v has 1 keys (axis -2) but k has 7",), reshaped("v", 2, 2, 1, 6)),
     bad("v-heads", ValueError, ("v has 1 heads but k has 2",), reshaped("v", 2, 1, 7, 6)),
     bad("q-heads", ValueError, ("q has 3 heads, expected a multiple of the 2 heads",), reshaped("q", 2, 3, 5, 8)),
+    bad(
+        "sequence-before-heads",
+        ValueError,
+        ("q has 9 heads, expected a multiple of the 7 heads", "if axes are (batch, sequence, heads,", "pass x.swap"),
+        given(q=zeros(2, 9, 4, 8), k=zeros(2, 7, 2, 8), v=zeros(2, 7, 2, 6)),
+    ),
     bad("q-heads-2d", ValueError, ("q has 1 heads, expected a multiple of the 2 heads",), reshaped("q", 5, 8)),
     bad(
         "k-heads-0",
@@ -374,6 +434,29 @@ DENSE = [
         "bias", (2, 4, 5, 7), ((8,), (5, 1, 7), (7, 5), (2, 5, 7), (3, 4, 5, 7), (1, 2, 4, 5, 7), (2, 4, 5, 0))
     ),
     *broadcastable("mask", (2, 4, 5, 7), ((8,), (7, 5), (2, 1, 7), (1, 2, 4, 5, 7))),
+    *(
+        bad(
+            f"{name}-{np.dtype(dtype)}-hint",
+            TypeError,
+            (f"{name} has dtype", hint),
+            given(**{name: zeros(5, 7, dtype=dtype)}),
+        )
+        for name, dtype, hint in (
+            ("mask", np.float32, "expected bool (True = attend); what is added to the scores goes in as bias"),
+            ("mask", np.int64, "expected bool (True = attend); if 1 is to attend, pass mask.astype(bool)"),
+            ("bias", bool, "expected a float dtype; what hides where it is False goes in as mask"),
+        )
+    ),
+    *(
+        bad(
+            f"{name}-without-heads-{len(shape)}d",
+            ValueError,
+            (f"{name} has shape {shape}, expected one that broadcasts to {(2, 4, 5, 7)}; ", f"pass {name}[{index}]"),
+            given(**{name: zeros(*shape, dtype=dtype)}),
+        )
+        for name, dtype in (("mask", bool), ("bias", np.float32))
+        for shape, index in (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"))
+    ),
     *wrong_dtypes("bias", "expected a float dtype", ODD_FLOATS, (np.int32, np.bool_, np.complex64), 5, 7),
     *wrong_dtypes("mask", "expected bool (True = attend)", ODD_FLOATS, (np.uint8, np.int64, np.float32), 5, 7),
     *not_arrays(("workspace",)),
@@ -599,9 +682,50 @@ VARLEN = [
             ("sinks", lambda xp, good: {"out": good["out_memory"], "sinks": good["out_memory"][8, :, 5]}),
         )
     ),
-    bad("bias", TypeError, ("bias",), given(bias=zeros(9, 11))),
-    bad("query_offset", TypeError, ("query_offset",), given(query_offset=0)),
+    bad("query_offset", TypeError, ("query_offset", "attention takes it"), given(query_offset=0)),
 ]
+
+OTHER_NAMES = {
+    "attn_bias": "cuflash calls it bias",
+    "attn_mask": "cuflash calls it mask (bool, True = attend), or bias",
+    "casual": "did you mean causal?",
+    "cu_seqlens": "cuflash calls it cu_seqlens_q and cu_seqlens_k, which attention_varlen takes",
+    "deterministic": "results are always repeatable to the bit, leave it out",
+    "dropout_p": "cuflash has no dropout, leave it out",
+    "enable_gqa": "k and v may always have fewer heads than q, leave it out",
+    "is_causal": "cuflash calls it causal (",
+    "key_padding_mask": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)): ~key_padding_mask[",
+    "logits_soft_cap": "cuflash calls it softcap",
+    "num_splits": "cuflash splits the keys where that helps, leave it out",
+    "query_seq_lengths": "cuflash calls it mask (bool, True = attend, shape (B, 1, Nq, 1))",
+    "return_softmax_lse": "cuflash calls it return_lse",
+    "s_aux": "cuflash calls it sinks",
+    "sm_scale": "cuflash calls it scale",
+    "softmax_scale": "cuflash calls it scale",
+    "window_size": "cuflash calls it window=(left, right), in which None leaves a side open, not -1",
+    "zzz": "expected one of alibi_slopes, ",
+}
+
+
+def unknown_options(function: str, hints: dict[str, str]) -> list[Bad]:
+    return [
+        bad(
+            f"unknown-{name}",
+            TypeError,
+            (f"{function}() got an unexpected keyword argument '{name}'; {hint}",),
+            given(**{name: None}),
+        )
+        for name, hint in hints.items()
+    ]
+
+
+DENSE += unknown_options(
+    "attention",
+    {**OTHER_NAMES, "cu_seqlens_q": "attention_varlen takes it", "max_seqlen_k": "attention_varlen takes it"},
+)
+VARLEN += unknown_options(
+    "attention_varlen", {**OTHER_NAMES, "mask": "attention takes it", "bias": "attention takes it"}
+)
 
 CASES = [
     pytest.param(function, case, id=f"{function.__name__}-{case.id}")
@@ -701,14 +825,58 @@ def test_gpu_array_without_cupy_says_what_to_install(device_type: int, monkeypat
         attention(good, OnlyDlpack((device_type, 0)), good)
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
+class TorchTensor(HostTensor):
+    """What of a torch tensor on a CPU can be seen without torch."""
+
+    def __init__(self, dtype: str = "float32", device: str = "cpu", requires_grad: bool = False) -> None:
+        self.dtype = type("dtype", (), {"__str__": lambda _: f"torch.{dtype}"})()
+        self.device = SimpleNamespace(type=device)
+        self.requires_grad = requires_grad
+
+    def numpy(self) -> np.ndarray:
+        raise AssertionError("must not be asked for its data")
+
+
+def test_few_heads_are_not_taken_for_a_sequence() -> None:
+    q, k = np.ones((2, 3, 7, 8), np.float32), np.ones((2, 2, 7, 8), np.float32)
+    with pytest.raises(ValueError, match=r"of the 2 heads of k and v$"):
+        attention(q, k, k)
+
+
+TORCH_HINTS = [
+    ({}, "pass x.numpy()"),
+    ({"requires_grad": True}, "pass x.detach().numpy()"),
+    ({"dtype": "bfloat16"}, "pass x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)"),
+    (
+        {"dtype": "bfloat16", "requires_grad": True},
+        "pass x.detach().view(torch.int16).numpy().view(ml_dtypes.bfloat16)",
+    ),
+    ({"device": "mps"}, "pass x.cpu().numpy()"),
+    ({"device": "meta"}, "a tensor on meta has no data"),
+]
+
+
+@pytest.mark.parametrize(("how", "hint"), TORCH_HINTS, ids=lambda x: "-".join(x) if isinstance(x, dict) else "")
 @pytest.mark.parametrize("name", ["q", "k", "v", "bias", "out"])
-def test_torch_tensor_that_is_not_on_a_gpu(device: str, name: str) -> None:
-    torch = pytest.importorskip("torch")
+def test_tensor_that_is_not_on_a_gpu(how: dict[str, Any], hint: str, name: str) -> None:
     good = dict.fromkeys(("q", "k", "v"), np.zeros((2, 3), np.float32))
-    words = f"{name} is a torch.Tensor that is not on a CUDA device, {ARRAY}; for CPU data pass np.asarray(x)"
-    with pytest.raises(TypeError, match=re.escape(words)):
-        attention(**{**good, name: torch.zeros(2, 3, device=device)})
+    words = f"TorchTensor that is not on a CUDA device, {ARRAY}; {hint}"
+    with pytest.raises(TypeError, match=rf"{name} is a \w+\.{re.escape(words)}$"):
+        attention(**{**good, name: TorchTensor(**how)})
+
+
+@pytest.mark.parametrize("how", [how for how, _ in TORCH_HINTS if how.get("device") != "mps"], ids=str)
+def test_hints_for_torch_are_good(how: dict[str, Any]) -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.ones(2, 3, **{**how, "dtype": getattr(torch, how.get("dtype", "float32"))})
+    with pytest.raises(TypeError, match=r"q is a torch\.Tensor that is not on a CUDA device") as caught:
+        attention(x, x, x)
+    hint = str(caught.value).rpartition("; ")[2]
+    if how.get("device") == "meta":
+        assert hint == "a tensor on meta has no data"
+        return
+    array = eval(hint.removeprefix("pass "), {"torch": torch, "ml_dtypes": ml_dtypes, "x": x})
+    assert (attention(array, array, array) == 1).all()
 
 
 @pytest.mark.parametrize("function", [attention, attention_varlen], ids=lambda function: function.__name__)

@@ -1,4 +1,4 @@
-"""`explain`, `warmup` and `show_config`: what a call would do, without doing it."""
+"""`explain` and `warmup`: what a call would do, without doing it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import cuflash.plan
 from cuflash import attention, attention_varlen, explain, options, warmup
 from cuflash.compile import compile_offline, source_digest
 from cuflash.kernels import KERNELS, device_of
-from cuflash.knobs import AUTOMATIC, KNOBS
+from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
 from cuflash.problem import describe_attention
 
@@ -218,6 +218,7 @@ Q = zeros(2, 5, 8)
         {"out_dtype": int},
         {"lse": zeros(2, 5, dtype=np.float16)},
         {"bogus": 1},
+        {"is_causal": True},
     ],
     ids=lambda changes: "-".join(f"{name}-{type(x).__name__}" for name, x in changes.items()),
 )
@@ -227,8 +228,7 @@ def test_errors_are_those_of_the_call(changes: dict[str, Any], capability: int |
         attention(**arguments)
     with pytest.raises(expected.type) as found:
         explain(attention, device=capability, **arguments)
-    if "bogus" not in changes:
-        assert str(found.value) == str(expected.value)
+    assert str(found.value) == str(expected.value)
     if capability is None:
         with pytest.raises(expected.type):
             warmup(attention, **arguments)
@@ -264,6 +264,35 @@ def test_device_is_a_compute_capability(wrong: Any) -> None:
 def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"function is .*, expected cuflash\.attention or cuflash\.attention_varlen"):
         function(wrong, Q, Q, Q)
+
+
+@pytest.mark.parametrize("called", [explain, warmup])
+def test_a_forgotten_function_is_named_and_no_array_printed(called: Callable[..., Any]) -> None:
+    words = (
+        "function is a ndarray of shape (2, 5, 8), expected cuflash.attention or cuflash.attention_varlen, before the "
+        f"arguments of the call: {called.__name__}(cuflash.attention, q, k, v, ...)"
+    )
+    with pytest.raises(TypeError, match=re.escape(words) + "$"):
+        called(Q, Q, Q)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_heads_that_kernels_cannot_count() -> None:
+    most, more = StandIn((2**31 - 1, 1, 1)), StandIn((2**31, 1, 1))
+    assert explain(attention, most, most, most, device=90).num_blocks > 0
+    one = StandIn((1, 1, 1))
+    tokens, token = StandIn((1, 2**31, 1)), StandIn((1, 1, 1))
+    boundaries = StandIn((2,), np.int32)
+    for call in ((attention, more, one, one), (attention, more, more, more), (attention_varlen, tokens, token, token)):
+        more_arguments = (boundaries,) if call[0] is attention_varlen else ()
+        with pytest.raises(ValueError, match=r"^q has 2147483648 heads, expected at most 2147483647 on a GPU$"):
+            explain(*call, *more_arguments, device=90)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_numpy_counts_any_number_of_heads() -> None:
+    more = StandIn((2**31, 1, 1))
+    assert explain(attention, more, more, more).problem.num_heads_q == 2**31
 
 
 def test_missing_arguments_are_named() -> None:
@@ -333,42 +362,6 @@ def test_warmup_compiles_once_and_allocates_nothing(monkeypatch: pytest.MonkeyPa
     few, many = StandIn((1, 8, 1, 64), np.float32), StandIn((1, 8, 99999, 64), np.float32)
     warmup(attention, few, many, many)
     assert [plan.kernel for plan in built[2:]] == ["combine"], "splits are joined by a kernel of their own"
-
-
-def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUFLASH_TILE", "32x32")
-    cuflash.show_config()
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"cuflash {cuflash.__version__}, sources {source_digest()}, Python ")
-    for part in (f"numpy {np.__version__}", "CPU back end with", *(spec.summary for spec in KERNELS), "settings:"):
-        assert part in printed
-    assert all(f"  {knob.variable}=" in printed for knob in KNOBS)
-    assert "  CUFLASH_TILE=32x32\n" in printed and "  CUFLASH_COMPILE=import\n" in printed
-
-
-def test_show_config_without_a_driver(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "driver_installed", lambda: False)
-    cuflash.show_config()
-    assert "no CUDA driver: NumPy arrays only" in capsys.readouterr().out
-
-
-def test_show_config_with_a_broken_cupy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "driver_installed", lambda: True)
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    cuflash.show_config()
-    printed = capsys.readouterr().out
-    assert "CUDA driver found, but CuPy cannot be imported (" in printed and "pip install 'cuflash[cuda13]'" in printed
-
-
-@pytest.mark.gpu
-def test_show_config_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    import cupy
-
-    cuflash.show_config()
-    printed = capsys.readouterr().out
-    assert f"cupy {cupy.__version__}, NVRTC " in printed
-    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    assert f"GPU 0: {name}, compute capability " in printed
 
 
 def test_gpu_available_survives_a_broken_cupy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,12 @@ def measure(code: str, **environment: str) -> Any:
     return json.loads(python(code, **environment).stdout)
 
 
+def test_dir_shows_what_is_public() -> None:
+    code = "import json, cuflash; print(json.dumps(dir(cuflash)))"
+    assert measure(code) == sorted([*cuflash.__all__, "__version__"])
+    assert all(hasattr(cuflash, name) for name in dir(cuflash))
+
+
 def test_neither_cupy_nor_cuda_is_imported_without_a_driver() -> None:
     code = f"""
 import json, sys, numpy

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import os
 import re
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ import pytest
 import cuflash
 from cuflash import knobs
 from cuflash.compile import dump, entry_text
-from cuflash.kernels import device_of, kernel_names
+from cuflash.kernels import KERNELS, device_of, kernel_names
 from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
 from cuflash.plan import make_plan
 from cuflash.problem import describe_attention
@@ -111,10 +113,79 @@ def test_options_do_not_reach_other_tasks() -> None:
     assert asyncio.run(both()) == ["cpu", "forward_scalar"]
 
 
+def test_options_may_end_in_any_order() -> None:
+    outer, inner, same = (
+        cuflash.options(kernel="cpu", tile="1x1"),
+        cuflash.options(tile="2x2"),
+        cuflash.options(log=True),
+    )
+    for one in (same, outer, inner, same):
+        one.__enter__()
+    assert settings() == Settings("cpu", "2x2", True)
+    outer.__exit__(None, None, None)
+    assert settings() == Settings("", "2x2", True)
+    same.__exit__(None, None, None)
+    assert settings() == Settings("", "2x2", True)
+    inner.__exit__(None, None, None)
+    assert settings() == Settings("", "", True)
+    same.__exit__(None, None, None)
+    assert settings() == AUTOMATIC
+
+
+def test_options_end_where_they_were_entered() -> None:
+    chosen, context = cuflash.options(kernel="cpu", log=False), contextvars.copy_context()
+    chosen.__enter__()
+    words = "options(kernel='cpu', log=False) ends in a context that it was not entered in"
+    with pytest.raises(RuntimeError, match=re.escape(words)):
+        context.run(chosen.__exit__, None, None, None)
+    assert context.run(settings) == AUTOMATIC
+    assert settings().kernel == "cpu"
+    inherited = contextvars.copy_context()
+    chosen.__exit__(None, None, None)
+    assert settings() == AUTOMATIC
+    assert inherited.run(settings).kernel == "cpu"
+    inherited.run(chosen.__exit__, None, None, None)
+    assert inherited.run(settings) == AUTOMATIC
+
+
+def test_options_in_a_suspended_generator() -> None:
+    """They reach its caller, as is documented; how the two end does not matter then."""
+
+    def suspended() -> Iterator[None]:
+        with cuflash.options(tile="64x64"):
+            yield
+
+    generator = suspended()
+    with cuflash.options(kernel="cpu"):
+        next(generator)
+        assert settings() == Settings("cpu", "64x64", False)
+    assert settings() == Settings("", "64x64", False)
+    with cuflash.options(kernel="cpu"):
+        generator.close()
+        assert settings() == Settings("cpu", "", False)
+    assert settings() == AUTOMATIC
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
         ({"kernel": "fast"}, ValueError, f"kernel is 'fast', expected one of {', '.join(kernel_names())}"),
+        *(
+            ({"tile": tile}, ValueError, f"tile is {tile!r}, expected rows x keys, such as '64x64' or '64x64x2'")
+            for tile in (
+                "banana",
+                "64",
+                "x64",
+                "64x",
+                "64x64x",
+                "64x64x2x2",
+                "0x64",
+                "-64x64",
+                "64 x 64",
+                "64X64",
+                "²x²",
+            )
+        ),
         ({"kernel": 3}, TypeError, "kernel is 3 (int), expected a str"),
         ({"tile": (64, 64)}, TypeError, "tile is (64, 64) (tuple), expected a str"),
         ({"log": 1}, TypeError, "log is 1 (int), expected a bool"),
@@ -169,14 +240,41 @@ def test_options_override_the_environment() -> None:
     ("environment", "words"),
     [
         ({"CUFLASH_KERNEL": "forward_scalar"}, "ValueError: kernel 'forward_scalar' cannot serve this call: "),
-        ({"CUFLASH_KERNEL": "fast"}, "ValueError: kernel 'fast' cannot serve this call: "),
         ({"CUFLASH_TILE": "64x64"}, "ValueError: tile '64x64' cannot serve this call: "),
-        ({"CUFLASH_NUM_THREADS": "many"}, "ValueError: CUFLASH_NUM_THREADS is 'many', expected a positive int"),
     ],
     ids=str,
 )
 def test_environment_reaches_calls(environment: dict[str, str], words: str) -> None:
     assert in_a_new_process("cuflash.attention(x, x, x)", **environment).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"CUFLASH_KERNEL": "foo"}, f"CUFLASH_KERNEL is 'foo', expected one of {', '.join(kernel_names())}"),
+        (
+            {"CUFLASH_TILE": "banana"},
+            "CUFLASH_TILE is 'banana', expected rows x keys, such as '64x64' or '64x64x2' with two buffers",
+        ),
+        ({"CUFLASH_LOG": "yes"}, "CUFLASH_LOG is 'yes', expected '0' or '1'"),
+        ({"CUFLASH_NUM_THREADS": "many"}, "CUFLASH_NUM_THREADS is 'many', expected a positive int"),
+        ({"CUFLASH_NUM_THREADS": "0"}, "CUFLASH_NUM_THREADS is '0', expected a positive int"),
+    ],
+    ids=str,
+)
+def test_environment_that_no_call_could_use_fails_at_import(environment: dict[str, str], words: str) -> None:
+    assert in_a_new_process("print('imported')", **environment) == f"ValueError: {words}"
+
+
+def test_every_tile_can_be_chosen() -> None:
+    x = np.ones((2, 5, 8), np.float16)
+    for capability in (61, 75, 80, 90, 120):
+        for spec in KERNELS:
+            problem, device = describe_attention(x, x, x)[0], device_of(capability)
+            if spec.refusal(problem, device) is None:
+                for tile in spec.tiles(problem, device):
+                    with cuflash.options(kernel=spec.name, tile=str(tile)):
+                        assert make_plan(problem, device, settings()).tile.block_m == tile.block_m
 
 
 def test_unknown_kernel_of_the_environment_is_named() -> None:
@@ -214,6 +312,15 @@ def test_num_threads_must_be_positive(text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CUFLASH_NUM_THREADS", text)
     with pytest.raises(ValueError, match=f"CUFLASH_NUM_THREADS is '{re.escape(text)}', expected a positive int"):
         knobs.num_threads()
+
+
+@pytest.mark.parametrize("length", [0, 4])
+def test_num_threads_is_checked_before_anything_is_written(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_NUM_THREADS", "0")
+    tokens, out, lse = np.ones((9, 2, 8)), np.full((9, 2, 8), 7.0), np.full((9, 2), 7.0)
+    with pytest.raises(ValueError, match="CUFLASH_NUM_THREADS is '0', expected a positive int"):
+        cuflash.attention_varlen(tokens, tokens, tokens, np.array([0, length]), out=out, lse=lse)
+    assert (out == 7).all() and (lse == 7).all()
 
 
 def test_results_do_not_depend_on_num_threads(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import numbers
 import sys
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 
-from cuflash import launch
+import cuflash
+from cuflash import dense, launch
 from cuflash.arrays import inspect
 from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
@@ -172,3 +175,112 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not split_call.takes(scratch.view(np.int8), pointers)
     assert not split_call.takes(np.empty(plan.workspace + 16, np.uint8), pointers)
     assert not split_call.takes(cupy.ndarray(scratch.shape, np.uint8, k.data + 64), pointers), "over the keys"
+
+
+class _Changing:
+    """A number that is equal to itself alone, as a 0-d tensor is, and changes."""
+
+    value = 3
+
+    def __index__(self) -> int:
+        return self.value
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+
+numbers.Real.register(_Changing)
+
+
+@pytest.fixture
+def problems(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What calls compute, with empty caches and without a GPU."""
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(launch, "_forms", {})
+    monkeypatch.setattr(launch.Launch, "run", lambda self, *_: self.form.problem)
+    q = _array((2, 4, 100, 64), np.float16, "contiguous")
+    tokens, lengths = _array((300, 4, 64), np.float16, "contiguous"), cupy.ndarray((4,), np.int32, q.data + (1 << 39))
+
+    def problem(op: str = "attention", **options: Any) -> Any:
+        if op == "attention":
+            return cuflash.attention(q, q, q, **options)
+        return cuflash.attention_varlen(tokens, tokens, tokens, lengths, **options)
+
+    return problem
+
+
+@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+@pytest.mark.parametrize(
+    ("option", "field", "build"),
+    [
+        ("window", "window_left", lambda x: (x, 0)),
+        ("window", "window_right", lambda x: [0, x]),
+        ("scale", "scale", lambda x: x),
+        ("softcap", "softcap", lambda x: x),
+    ],
+)
+def test_options_that_change_are_read_again(op: str, option: str, field: str, build: Any, problems: Any) -> None:
+    changing = _Changing()
+    for value in (3, 5):
+        changing.value = value
+        assert getattr(problems(op, **{option: build(changing)}), field) == value
+    assert getattr(problems(op, **{option: build(3)}), field) == 3
+
+
+EQUAL = (
+    ({"causal": True}, {"causal": 1}),
+    ({"causal": False}, {"causal": 0.0}),
+    ({"window": (1, 0)}, {"window": (True, 0)}),
+    ({"window": (1, 0)}, {"window": (1.0, 0)}),
+    ({"scale": 1}, {"scale": True}),
+    ({"softcap": 1.0}, {"softcap": np.True_}),
+    ({"return_lse": True}, {"return_lse": 1}),
+    ({"return_lse": False}, {"return_lse": 0.0}),
+)
+
+
+@pytest.mark.parametrize(
+    ("op", "right", "wrong"),
+    [
+        *((op, *pair) for op in ("attention", "attention_varlen") for pair in EQUAL),
+        ("attention", {"query_offset": 1}, {"query_offset": True}),
+        ("attention_varlen", {"max_seqlen_q": 1}, {"max_seqlen_q": 1.0}),
+    ],
+    ids=str,
+)
+def test_equal_options_of_other_types_are_checked(op: str, right: Any, wrong: Any, problems: Any) -> None:
+    for _ in range(2):
+        problems(op, **right)
+        with pytest.raises(TypeError, match=f"{next(iter(wrong))}.* is "):
+            problems(op, **wrong)
+
+
+def test_usual_options_are_described_once(problems: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    usual: dict[str, Any] = {
+        "causal": "top_left",
+        "window": [np.int64(3), None],
+        "scale": np.float32(0.5),
+        "softcap": 3,
+    }
+    usual |= {"precision": "ieee", "return_lse": np.True_, "out_dtype": np.dtype("float32")}
+    described = problems(**usual)
+    monkeypatch.setattr(dense, "describe_attention", None)
+    assert problems(**usual) == described
+
+
+def test_a_signal_handler_may_need_the_kernel_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(describe_attention(*[np.ones((2, 5, 8), np.float32)] * 3)[0], device_of(90), AUTOMATIC)
+    monkeypatch.undo()
+    monkeypatch.setattr(launch.compile_module, "_functions", {})
+    calls: list[Any] = []
+
+    def build(plan: Any, device_id: int) -> str:
+        calls.append(None)
+        return "compiled" if len(calls) > 1 else launch.compile_module.kernel_function(plan, device_id)
+
+    monkeypatch.setattr(launch.compile_module, "_build", build)
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(launch.compile_module.kernel_function(plan, 99)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == ["compiled"]

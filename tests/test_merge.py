@@ -156,10 +156,22 @@ def test_extreme_lses(function: Callable[..., Any]) -> None:
     lses = np.array([[big, -big, -big, inf, np.nan, 0.0], [big, -big, big, 0.0, 0.0, -200.0]], np.float32)
     with np.errstate(all="ignore"):
         out, lse = function(outs, lses)
-    np.testing.assert_array_equal(out[:, 0], np.array([2, 2, 3, np.nan, np.nan, 1], np.float32))
-    np.testing.assert_allclose(lse, [big, -big, big, np.nan, np.nan, 0], rtol=1e-6)
+    np.testing.assert_array_equal(out[:, 0], np.array([2, 2, 3, 1, np.nan, 1], np.float32))
+    np.testing.assert_allclose(lse, [big, -big, big, inf, np.nan, 0], rtol=1e-6)
     expected = reference.merge_attention_states(outs, lses)
     np.testing.assert_array_equal(np.isnan(expected[1]), np.isnan(lse))
+
+
+@pytest.mark.parametrize("num_parts", [2, 16, 17, 300])
+@pytest.mark.parametrize(
+    ("dtype", "lse"), [("float32", -1e9), ("float16", 3e38), ("float64", 1e17), ("float64", -1e300)]
+)
+def test_many_parts_of_equal_huge_lse_with_numpy(dtype: str, lse: float, num_parts: int) -> None:
+    outs, lses = np.zeros((num_parts, 3, 4), dtype), np.full((num_parts, 3), lse, "f8" if dtype == "float64" else "f4")
+    outs[-1] = 50
+    out, total = cuflash.merge_attention_states(list(outs), list(lses))
+    np.testing.assert_allclose(out.astype(np.float64), 50 / num_parts, rtol=2 * ROUNDING[dtype] + 1e-15)
+    np.testing.assert_allclose(total, lses[0], rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -235,7 +247,7 @@ def test_allocates_results_and_nothing_of_a_parts_size(num_parts: int, allocatio
     with allocations() as sizes:
         cuflash.merge_attention_states(list(outs), list(lses))
     groups = 0 if num_parts <= 16 else 3
-    assert sorted(sizes) == sorted([out.nbytes, lse.nbytes] + [groups * (out.nbytes + lse.nbytes)] * (groups > 0))
+    assert sorted(sizes) == sorted([out.nbytes, lse.nbytes] + [groups * (out.nbytes + 3 * lse.nbytes)] * (groups > 0))
 
 
 @pytest.mark.gpu

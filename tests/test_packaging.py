@@ -83,7 +83,8 @@ def test_wheel_holds_the_license(wheel_files: set[str]) -> None:
 def test_sdist_holds_sources_and_no_tests(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert names >= CUDA_SOURCES | {"cuflash/py.typed", "LICENSE", "README.md", "setup.cfg", "pyproject.toml"}
+    documents = {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml"}
+    assert names >= CUDA_SOURCES | documents | {"cuflash/py.typed"}
     assert not {name.partition("/")[0] for name in names} & {"tests", "benchmarks", "examples", "docs"}
 
 
@@ -121,6 +122,29 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Version"] == cuflash.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert set(metadata.get_all("Provides-Extra") or []) == {"cuda12", "cuda13", "examples", "test"}
+
+
+def test_classifiers_are_those_of_the_official_list(metadata: Message) -> None:
+    official = pytest.importorskip("trove_classifiers").classifiers
+    ours = metadata.get_all("Classifier") or []
+    assert not set(ours) - set(official) and ours == sorted(set(ours))
+
+
+def test_classifiers_name_the_least_python_and_every_cuda_that_can_be_installed(metadata: Message) -> None:
+    ours = metadata.get_all("Classifier") or []
+    assert f"Programming Language :: Python :: {str(metadata['Requires-Python']).removeprefix('>=')}" in ours
+    cuda = {line.rpartition(" :: ")[2] for line in ours if line.startswith("Environment :: GPU :: NVIDIA CUDA ::")}
+    assert {f"cuda{version}" for version in cuda} == {
+        extra for extra in metadata.get_all("Provides-Extra") or [] if extra.startswith("cuda")
+    }
+
+
+def test_changelog_names_this_version() -> None:
+    import cuflash
+
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line for line in lines if line.startswith("## [")]
+    assert versions[0] == "## [Unreleased]" and versions[1].startswith(f"## [{cuflash.__version__}] - ")
 
 
 def test_pyproject_says_only_how_to_build() -> None:

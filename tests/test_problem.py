@@ -116,9 +116,15 @@ def test_scale(describe: Callable[..., Problem], scale: Any, expected: float) ->
     assert found == expected and type(found) is float
 
 
-def test_scale_may_be_large_in_float64() -> None:
-    arrays = {name: zeros(2, 3, dtype=np.float64) for name in "qkv"}
-    assert describe_attention(**arrays, scale=1e300)[0].scale == 1e300
+@pytest.mark.parametrize(
+    ("dtype", "most"), [("float16", 1e30), ("bfloat16", 1e30), ("float32", 1e30), ("float64", 1e300)]
+)
+def test_largest_scale(dtype: str, most: float) -> None:
+    arrays = {name: zeros(2, 3, dtype=np.dtype(dtype)) for name in "qkv"}
+    for scale in (most, -most):
+        assert describe_attention(**arrays, scale=scale)[0].scale == scale
+        with pytest.raises(ValueError, match=r"scale is .*, expected at most"):
+            describe_attention(**arrays, scale=np.nextafter(scale, scale * 2))
 
 
 @pytest.mark.parametrize(

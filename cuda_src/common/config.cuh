@@ -43,7 +43,7 @@
 #ifndef CUFLASH_ALIBI
 #define CUFLASH_ALIBI 0
 #endif
-// 0: the call has none. 1: any. Else it is from 1e-20 to 256, and where small scores are capped by a polynomial, this
+// 0: the call has none. 1: any. Else it is from 1e-15 to 256, and where small scores are capped by a polynomial, this
 // is its degree.
 #ifndef CUFLASH_SOFTCAP
 #define CUFLASH_SOFTCAP 0

@@ -1,8 +1,8 @@
 // The end of a row: sink, normalisation, log-sum-exp, conversion and store.
 #pragma once
 
-#include "common/sequence.cuh"
-#include "common/softmax.cuh"
+#include "common/merge.cuh"
+#include "common/score.cuh"
 #include "common/store.cuh"
 
 namespace cuflash {
@@ -10,34 +10,43 @@ namespace cuflash {
 struct FinishedRow {
     Accumulator multiplier;  // for the unnormalised output, before the division
     Accumulator divisor;     // 1 for a row that sees no key, whose output is 0 already
-    Accumulator lse;
+    ExponentialSum total;    // of all logits, whose logarithm is the lse
+    Accumulator offset;      // that the lse is lower by, see store_sum
 };
 
-// `row_sum` is the sum over all keys, relative to `row_max`.
+// `row_sum` is the sum over all keys, relative to `row_max`, which may be anything for a row that sees no key.
 __device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row,
                                                   Accumulator row_max, Accumulator row_sum) {
-    Accumulator multiplier = 1;
+    const bool sees_keys = row_sum != 0, is_partial = params.lse_strides.column != 0;
+    Accumulator offset = 0, kept = 0;
+    if constexpr (kHasAlibi) {
+        // Rows without keys may have no slope; but the offset is that of all parts.
+        if (sees_keys || is_partial) offset = alibi_offset(params, tile, row);
+        if (is_partial) kept = offset, offset = 0;
+    }
+    ExponentialSum keys = empty_sum();
+    if (sees_keys) keys = {bounded(row_max - offset, largest_finite()), row_sum};
+    FinishedRow finished = {1, row_sum, keys, kept};
     if (tile.sinks) {
         const Accumulator sink = load_float(tile.sinks + row.head * params.sink_strides.head, params.sink_dtype);
-        const Accumulator new_max = sink > row_max || sink != sink ? sink : row_max;
-        const Accumulator subtract = finite_maximum(new_max);
-        multiplier = exponential(row_max - subtract);
-        row_sum = multiply_add(row_sum, multiplier, exponential(sink - subtract));
-        row_max = new_max;
+        finished.total = join(keys, {sink + kept, 1});
+        finished.multiplier = relative_exponential(keys.largest, finished.total.largest);
+        finished.divisor = finished.total.sum;
     }
-    const bool sees_nothing = row_sum == 0;
-    return {multiplier, sees_nothing ? Accumulator(1) : row_sum,
-            sees_nothing ? -infinity() : row_max + logarithm(row_sum)};
+    if (!sees_keys) finished.multiplier = 0, finished.divisor = 1;
+    return finished;
 }
 
 __device__ __forceinline__ char* output_row(const AttentionParams& params, const TileMap& tile, const Row& row) {
     return tile.out + row.head * params.out_strides.head + row.query * params.out_strides.row;
 }
 
-// Stores the lse if the caller wants it. Called by one lane per row.
+// Stores the lse if the caller wants it, or the sum itself if the row is a partial result. Called by one lane per row.
 __device__ __forceinline__ void store_lse(const AttentionParams& params, const TileMap& tile, const Row& row,
-                                          Accumulator lse) {
-    if (tile.lse) store_bits(tile.lse + row.head * params.lse_strides.head + row.query * params.lse_strides.row, lse);
+                                          const FinishedRow& finished) {
+    if (!tile.lse) return;
+    store_sum(tile.lse + row.head * params.lse_strides.head + row.query * params.lse_strides.row,
+              params.lse_strides.column, finished.total, finished.offset);
 }
 
 // Stores kCount neighbouring features from `column` on.

@@ -32,8 +32,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
             unit.factor = static_cast<Accumulator>(params.softcap);
             unit.multiplier = static_cast<Accumulator>(params.softcap * kLog2E);
         }
-        const double ratio = params.scale / params.softcap;
-        unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * ratio);
+        const double ratio = params.scale_by_softcap;
         // tanh(x) up to |x| = limit: its series, with the terms of higher degree replaced by the nearest polynomials of
         // lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of float16 relative to any of
         // them. Degree 5 errs by 6e-7 up to 0.35, degree 3 by limit^5 / 120: 2^-15 of a logit.
@@ -41,7 +40,9 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         const float softcap = static_cast<float>(params.softcap);
         const float widest = kSoftcapDegree == 3 ? exponential(0.2f * logarithm(120 * kLargestError / softcap)) : 0.35f;
         const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
-        const bool exact = ratio >= 1e-6 && ratio <= 1e6;
+        // The last coefficient must not vanish: it is what makes hidden scores low.
+        const double fifth_power = ratio * ratio * ratio * ratio * ratio;
+        const bool exact = ratio >= 1e-6 && ratio <= 1e6 && params.softcap * fifth_power >= 1e-30;
         unit.small = static_cast<Accumulator>(exact ? limit / ratio : -1);
         const double ninth = 62.0 / 2835 * square * square,
                      seventh = (-17.0 / 315 + 2.25 * 62 / 2835 * square) * square;
@@ -52,16 +53,20 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
             odd[0] -= 0.3125 * odd[2] * square * square, odd[1] += 1.25 * odd[2] * square, odd[2] = 0;
         double power = ratio;
         for (int i = 0; i < 3; ++i, power *= ratio * ratio) unit.odd[i] = static_cast<Accumulator>(odd[i] * power);
-    } else if constexpr (kHasSoftcap) {
-        unit.softcap_in_bits = static_cast<Accumulator>(2 * kLog2E * params.scale / params.softcap);
-    } else {
-        // A multiplier near the end of the range might count as 0, and 0 x -inf is no hidden score.
+    } else if constexpr (!kHasSoftcap) {
+        // A multiplier near the end of the range might count as 0, and 0 x -inf is no hidden score. Slopes are divided
+        // by it.
+        constexpr Accumulator kLeast = kHasAlibi ? 1e-6 : 1e-30, kMost = kHasAlibi ? 1e6 : 1e31;
         const Accumulator multiplier = static_cast<Accumulator>(params.scale * kLog2E);
-        unit.scaled = kBiasDtype != 0 || !(multiplier >= Accumulator(1e-30) && multiplier <= Accumulator(1e30));
+        unit.scaled = kBiasDtype != 0 || !(multiplier >= kLeast && multiplier <= kMost);
         if (!unit.scaled) {
             unit.factor = static_cast<Accumulator>(params.scale);
             unit.multiplier = multiplier;
         }
+    }
+    if constexpr (kHasSoftcap) {
+        const double in_bits = 2 * kLog2E * params.scale_by_softcap;
+        unit.softcap_in_bits = bounded(static_cast<Accumulator>(in_bits), largest_finite());
     }
     unit.inverse = 1 / unit.factor;
     return unit;
@@ -74,11 +79,12 @@ __device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accum
     const float capped = multiply_add(-2.0f, reciprocal_approximate(power + 1), 1.0f);
     if constexpr (kUsualSoftcap) return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
     // to 3e-7 of itself, by its series where it is small; tanhf would be as exact, with a branch for each score
-    const float x = score * unit.scale.scale * unit.scale.inverse_softcap, square = x * x;
+    const float x = score * unit.scale.scale_by_softcap, square = x * x;
     float series = multiply_add(square, 62.0f / 2835, -17.0f / 315);
     series = multiply_add(square, series, 2.0f / 15);
     series = multiply_add(square, series, -1.0f / 3);
-    return unit.scale.softcap * (absolute(x) < 0.35f ? multiply_add(x * square, series, x) : capped);
+    const float scaled = score * unit.scale.scale;
+    return absolute(x) < 0.35f ? multiply_add(scaled * square, series, scaled) : unit.scale.softcap * capped;
 }
 
 __device__ __forceinline__ Accumulator unit_score(const LogitUnit& unit, Accumulator score) {

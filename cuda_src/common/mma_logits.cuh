@@ -16,8 +16,9 @@ struct TileLogits {
     RowValues shift;     // kOnlyAlibi: to be added
     float odd[3];        // kOnlySoftcap: the logit as a polynomial of the score, see LogitUnit::odd
     bool is_polynomial;  // more than the score itself
-    RowValues largest;   // then: the lane's largest size of a score, a reference as good as the largest score
-    ArrayRows arrays;    // kHasArrays: on the way
+    // Then: the lane's largest score or, where all keys are seen, size of one, a reference as good.
+    RowValues largest;
+    ArrayRows arrays;  // kHasArrays: on the way
 };
 
 // What a score is multiplied by.
@@ -33,6 +34,31 @@ constexpr float kLowestScore = -1e18f;
 __device__ __forceinline__ float hidden_score(const TileLogits& logits) {
     if constexpr (!kOnlySoftcap) return -infinity();
     return kSoftcapDegree == 3 && logits.is_polynomial ? -kLowestScore : kLowestScore;
+}
+
+// Hides keys that a row does not see by its position.
+__device__ __forceinline__ void hide_scores(const TileRow* rows, long long n_begin, int lane, TileLogits& logits,
+                                            Scores& scores) {
+    const float hidden = hidden_score(logits);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        __syncwarp();  // one row after the other: together they take more registers than there are
+        const ColumnRange visible = columns_of(rows[row_of(r, lane)].visible, n_begin);
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            if (!visible.has(column_of(i, lane))) at(scores, r, i) = hidden;
+        }
+        if constexpr (kOnlySoftcap) {
+            __syncwarp();
+            float largest = kLowestScore;
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i) {
+                const float score = at(scores, r, i);
+                largest = maximum(largest, score == hidden ? kLowestScore : score);
+            }
+            logits.largest.of[r] = largest;
+        }
+    }
 }
 
 // What the products of a tile are added to.

@@ -77,7 +77,9 @@ __device__ __forceinline__ void look_up_rows(const AttentionParams& params, cons
     // Rows that see no key may belong to no sequence, which has no slopes.
     if (kPerRow && any_keys) {
         LogitRow& logit = rows[tile_row].logit = logit_row(params, tile, tile_row);
-        logit.alibi_slope *= unit.inverse;
+        // What all keys of a lane share is added to hidden ones, too, up to the end of the last tile.
+        const long long num_keys = tile.seqlen_k + (kOnlyAlibi ? kBlockN : 0);
+        if (kHasAlibi) logit.alibi_slope = bounded_slope(num_keys, logit.alibi_slope * unit.inverse);
     }
 }
 

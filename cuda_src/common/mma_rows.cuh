@@ -23,20 +23,6 @@ __device__ __forceinline__ bool any_row_sees(const TileRow* rows, long long n_be
     return __any_sync(0xffffffffu, visible.begin < visible.end);
 }
 
-// Gives keys that a row does not see by its position the score `hidden`.
-__device__ __forceinline__ void hide_scores(const TileRow* rows, long long n_begin, int lane, float hidden,
-                                            Scores& scores) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        __syncwarp();  // one row after the other: together they take more registers than there are
-        const ColumnRange visible = columns_of(rows[row_of(r, lane)].visible, n_begin);
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            if (!visible.has(column_of(i, lane))) at(scores, r, i) = hidden;
-        }
-    }
-}
-
 // The largest of the lane's scores in each row. `kKeepNan`: NaN if there is one, else the largest of the others.
 template <bool kKeepNan>
 __device__ __forceinline__ RowValues largest_scores(Scores& scores) {

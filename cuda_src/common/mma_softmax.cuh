@@ -13,6 +13,9 @@ constexpr float kReferenceBits = kBfloat16 ? 0 : kWeightBits - kSlackBits;
 constexpr float kReferenceUnit = kBfloat16 ? 1.0f : 1.0f / (1 << static_cast<int>(kReferenceBits));
 // References beyond this many bits are subtracted before scores are scaled: as products their rounding would count.
 constexpr float kLargeReference = 1 << 12;
+// Output that is not rounded to 16 bits shows even the rounding of small ones: a row that sees one key is to be its
+// value.
+constexpr bool kExactReference = sizeof(OutElement) > 2;
 
 // Running maxima of the rows of each warp, at the four lanes that share them.
 using RowMaxima = RowValues[kFewRegisters ? kNumWarps : 1][8];
@@ -51,7 +54,7 @@ __device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, 
     score = quad_maximum(score);
     if constexpr (!kOnlySoftcap) return score;
     // Without a branch: one for each row would keep them from being worked on together.
-    return score == kLowestScore ? -infinity() : score * capped_factor(logits, score * score);
+    return score == kLowestScore ? -infinity() : multiply_subnormal(score, capped_factor(logits, score * score));
 }
 
 // Scores become weights relative to the maxima of `states`, to which O is rescaled where they have outgrown it.
@@ -100,21 +103,29 @@ __device__ __forceinline__ void scores_to_weights(Scores& scores, float multipli
         states.set_maxima(maxima, warp);
     }
     RowValues offsets;
-    float largest_offset = 0;
+    float largest_reference = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float offset = (kOnlyAlibi ? logits.shift.of[r] : 0.0f) - finite_maximum(maxima.of[r]);
+        maxima.of[r] = finite_maximum(maxima.of[r]);
+        const float offset = (kOnlyAlibi ? logits.shift.of[r] : 0.0f) - maxima.of[r];
         offsets.of[r] = multiply_add(offset, multiplier, kReferenceBits);
-        largest_offset = maximum(largest_offset, absolute(offsets.of[r]));
-        maxima.of[r] = offset;
+        largest_reference = maximum(largest_reference, absolute(offsets.of[r]));
+        if (kOnlyAlibi) largest_reference = maximum(largest_reference, absolute(maxima.of[r] * multiplier));
     }
-    if (largest_offset > kLargeReference) {
+    if (kExactReference || (!kOnlySoftcap && largest_reference > kLargeReference)) {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             offsets.of[r] = kReferenceBits;
 #pragma unroll
-            for (int i = 0; i < kColumns; ++i) at(scores, r, i) += maxima.of[r];
+            for (int i = 0; i < kColumns; ++i) {
+                float& score = at(scores, r, i);
+                // These round as they did for the maximum.
+                if (kOnlySoftcap) score = multiply_subnormal(score, capped_factor(logits, score * score));
+                if (kOnlyAlibi) score += logits.shift.of[r];
+                score -= maxima.of[r];
+            }
         }
+        if (kOnlySoftcap) logits.odd[0] = 1, logits.odd[1] = logits.odd[2] = 0;
     }
 #pragma unroll
     for (float& factor : logits.odd) factor *= multiplier;

@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
     if (lane < kRowsPerWarp && row.valid) {
         const FinishedRow finished = finish_row(params, tile, row, row_max * unit.factor, row_sum * kReferenceUnit);
         factor = finished.multiplier / finished.divisor * kReferenceUnit;
-        if (warp.share == 0) store_lse(params, tile, row, finished.lse);
+        if (warp.share == 0) store_lse(params, tile, row, finished);
         address = output_row(params, tile, row);
     }
     __syncwarp();
@@ -54,7 +54,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
             const int column = first_column + f * 8 + lane % 4 * 2;
-            const float values[2] = {at(o, r, 2 * f) * row_factor, at(o, r, 2 * f + 1) * row_factor};
+            const float values[2] = {multiply_subnormal(at(o, r, 2 * f), row_factor),
+                                     multiply_subnormal(at(o, r, 2 * f + 1), row_factor)};
             if constexpr (sizeof(OutElement) == 2)
                 *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
             else if (row_address) store_output(params, row_address, column, values);

@@ -3,6 +3,7 @@
 
 #include "common/config.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/subnormal.cuh"
 
 namespace cuflash {
 
@@ -67,6 +68,10 @@ __device__ __forceinline__ float absolute(float x) { return fabsf(x); }
 __device__ __forceinline__ double absolute(double x) { return fabs(x); }
 __device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
 __device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+// For values far below others: the compiler's own float arithmetic takes what is below the normal range for 0.
+__device__ __forceinline__ double multiply_subnormal(double a, double b) { return a * b; }
+__device__ __forceinline__ double multiply_add_subnormal(double a, double b, double c) { return fma(a, b, c); }
+__device__ __forceinline__ double divide_subnormal(double a, double b) { return a / b; }
 
 // Reads a value of type T that may lie on any address when the call has unaligned arrays.
 template <typename T>
@@ -89,11 +94,13 @@ __device__ __forceinline__ void store_bits(char* address, T value) {
     }
 }
 
-// Widens (or, for an option wider than the accumulator, rounds) the bits of one element.
+// Widens (or, for an option wider than the accumulator, rounds) the bits of one element. Rounded toward zero, what is
+// finite stays finite: a bias of -1e300 is low, and does not hide.
 template <int dtype>
 __device__ __forceinline__ Accumulator widen(typename ElementOf<dtype>::Type bits) {
     if constexpr (dtype == CUFLASH_FLOAT16) return float_from_half_bits(bits);
     else if constexpr (dtype == CUFLASH_BFLOAT16) return float_from_bfloat16_bits(bits);
+    else if constexpr (sizeof(bits) > sizeof(Accumulator)) return __double2float_rz(bits);
     else return static_cast<Accumulator>(bits);
 }
 

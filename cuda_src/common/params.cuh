@@ -53,7 +53,8 @@ struct AttentionParams {
     Divisor tiles_at_once;     // of them
     long long heads_continue;  // all arrays step from batch to batch as from the last head to one behind it
     long long first_block;     // index of this launch's first block in the whole grid
-    // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart.
+    // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart, and
+    // the columns of lse are the row's largest logit, its sum relative to that and its offset, see store_sum.
     Divisor num_splits;
     long long out_split_stride;
     long long lse_split_stride;
@@ -77,6 +78,7 @@ struct AttentionParams {
 
     double scale;
     double softcap;
+    double scale_by_softcap;  // scale / softcap
 
     int head_dim;
     int head_dim_v;
@@ -111,6 +113,9 @@ struct CombineParams {
     long long out_column_stride;
     long long outs_part_stride;  // stacked: from part to part
     long long lses_part_stride;
+    // Bytes from column to column where `lses` or `lse` are sums, see store_sum; 0 where they are logarithms.
+    long long lses_column_stride;
+    long long lse_column_stride;
     Divisor shape[kRowAxes];
     long long num_rows;  // product of shape
     long long num_parts;

@@ -10,23 +10,50 @@ namespace cuflash {
 struct LogitRow {
     const char* bias;  // of key 0
     const char* mask;
-    long long position;
+    long long position;  // for ALiBi: that of the key nearest to the row
     Accumulator alibi_slope;
 };
+
+// Rows may stand far from all keys. Distances are counted from the nearest one, as those are as exact as their number
+// allows; what this leaves out is the same for all keys of a row, and the end of the row takes it into account.
+__device__ __forceinline__ long long nearest_key(const TileExtent& tile, long long position) {
+    return min(max(position, 0LL), tile.seqlen_k - 1);
+}
+
+__device__ __forceinline__ Accumulator alibi_slope(const AttentionParams& params, const TileMap& tile, const Row& row) {
+    return load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
+}
+
+__device__ __forceinline__ Accumulator bounded(Accumulator value, Accumulator bound) {
+    return maximum(minimum(value, bound), -bound);
+}
+
+// A slope whose products with distances below `num_keys` do not overflow. Steeper ones single out the same key.
+__device__ __forceinline__ Accumulator bounded_slope(long long num_keys, Accumulator slope) {
+    return bounded(slope, largest_finite() / 2 / static_cast<Accumulator>(num_keys));
+}
+
+// What ALiBi takes off all logits of a row beside their distances from the nearest key.
+__device__ __forceinline__ Accumulator alibi_offset(const AttentionParams& params, const TileMap& tile,
+                                                    const Row& row) {
+    const long long position = row.query + tile.query_offset;
+    const long long distance = position - nearest_key(tile, position);
+    const Accumulator offset =
+        alibi_slope(params, tile, row) * static_cast<Accumulator>(distance < 0 ? -distance : distance);
+    return bounded(offset, largest_finite() / 2);
+}
 
 // Rows behind the last one repeat it: their logits go nowhere.
 __device__ __forceinline__ LogitRow logit_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
     const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
     const Row row = row_at(params, tile, min(tile_row, last_row));
     LogitRow result = {};
-    result.position = row.query + tile.query_offset;
+    result.position = nearest_key(tile, row.query + tile.query_offset);
     if constexpr (kBiasDtype != 0)
         result.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row;
     if constexpr (kHasMask)
         result.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row;
-    if constexpr (kHasAlibi) {
-        result.alibi_slope = load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
-    }
+    if constexpr (kHasAlibi) { result.alibi_slope = bounded_slope(tile.seqlen_k, alibi_slope(params, tile, row)); }
     return result;
 }
 
@@ -56,21 +83,27 @@ __device__ __forceinline__ RowContext row_context(const AttentionParams& params,
 struct ScoreScale {
     Accumulator scale;
     Accumulator softcap;
-    Accumulator inverse_softcap;
+    Accumulator scale_by_softcap;
 };
 
 __device__ __forceinline__ ScoreScale score_scale(const AttentionParams& params) {
     ScoreScale result = {static_cast<Accumulator>(params.scale), 0, 0};
     if constexpr (kHasSoftcap) {
         result.softcap = static_cast<Accumulator>(params.softcap);
-        result.inverse_softcap = minimum(1 / result.softcap, largest_finite());
+        // Beyond the range every score but 0 is capped.
+        result.scale_by_softcap = bounded(static_cast<Accumulator>(params.scale_by_softcap), largest_finite());
     }
     return result;
 }
 
 __device__ __forceinline__ Accumulator scaled_score(const ScoreScale& by, Accumulator score) {
-    if constexpr (kHasSoftcap) return by.softcap * hyperbolic_tangent(score * by.scale * by.inverse_softcap);
-    return score * by.scale;
+    const Accumulator scaled = score * by.scale;
+    if constexpr (kHasSoftcap) {
+        const Accumulator x = score * by.scale_by_softcap;                       // 0 for what is below the range
+        constexpr Accumulator kLinear = sizeof(Accumulator) == 8 ? 1e-8 : 1e-4;  // up to here tanh(x) rounds to x
+        return absolute(x) < kLinear ? scaled : by.softcap * hyperbolic_tangent(x);
+    }
+    return scaled;
 }
 
 // Whether bias and mask of a row can be read in vectors: the end of the keys cuts none of them.

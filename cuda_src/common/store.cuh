@@ -1,7 +1,7 @@
 // Stores of results: converted, and in vectors where the call has them.
 #pragma once
 
-#include "common/numeric.cuh"
+#include "common/merge.cuh"
 
 namespace cuflash {
 
@@ -28,6 +28,17 @@ __device__ __forceinline__ void store_features(char* row, int column, int num_fe
     for (int e = 0; e < kCount; ++e) {
         if (column + e < num_features) store_bits(row + (column + e) * feature_stride, to_output(values[e]));
     }
+}
+
+// Stores the logarithm of a sum less an offset; or, of a partial result, its largest exponent, the sum and the offset,
+// each `column_stride` bytes behind the last. The offset is the same for all parts, which are joined without it: beside
+// a large one their exponents would be all alike.
+__device__ __forceinline__ void store_sum(char* address, long long column_stride, ExponentialSum total,
+                                          Accumulator offset) {
+    if (column_stride == 0) return store_bits(address, log_of(total) - offset);
+    store_bits(address, total.largest);
+    store_bits(address + column_stride, total.sum);
+    store_bits(address + 2 * column_stride, offset);
 }
 
 }  // namespace cuflash

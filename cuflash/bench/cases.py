@@ -192,6 +192,23 @@ def _cpu() -> list[Case]:
     ]
 
 
+def _small() -> list[Case]:
+    """Small problems for a processor: what a call costs beside its arithmetic, alone and by the thousand."""
+    group = "small"
+    shapes = [
+        (5000, 2, 4, 4, 16), (1000, 4, 1, 16, 32), (100_000, 1, 1, 8, 64), (1, 100_000, 1, 1, 16), (64, 8, 1, 128, 64),
+        (1, 8, 1, 8192, 64), (64, 4, 32, 32, 32), (128, 16, 16, 16, 128), (1, 1, 1, 1, 64), (1, 1, 16, 16, 64),
+        (1, 8, 64, 64, 64), (1, 1, 256, 256, 64), (1, 100, 300, 300, 64),
+    ]  # fmt: skip
+    cases = [
+        Case(group, dtype, batch, heads, heads, seqlen_q, seqlen_k, head_dim, head_dim, causal)
+        for dtype in ("float32", "float64")
+        for causal in (False, True)
+        for batch, heads, seqlen_q, seqlen_k, head_dim in shapes
+    ]
+    return [case for case in cases if case.seqlen_q > 1 or not case.causal]
+
+
 GROUPS: dict[str, list[Case]] = {
     "float32": _wide("float32") + _MORE_FLOAT32,
     "float64": _wide("float64"),
@@ -201,6 +218,7 @@ GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "drift": _drift(),
     "cpu": _cpu(),
+    "small": _small(),
 }
 """The table, by name of the group."""
 
@@ -208,8 +226,8 @@ OVERHEADS = "overheads"
 """Name of the group that has no cases: import, host time per call, compile time, memory."""
 
 DEFAULT_GROUPS = {
-    "gpu": [*(name for name in GROUPS if name != "cpu"), OVERHEADS],
-    "numpy": ["cpu", "drift", OVERHEADS],
+    "gpu": [*(name for name in GROUPS if name not in ("cpu", "small")), OVERHEADS],
+    "numpy": ["cpu", "small", "drift", OVERHEADS],
 }
 """What is measured when nothing is chosen, by back end."""
 

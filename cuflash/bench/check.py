@@ -10,9 +10,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 from ..arrays import DTYPES
-from ..threads import one_blas_thread
 from .cases import Case, Inputs
 
 ALLOWED = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-6, "float64": 4e-15}
@@ -103,7 +103,7 @@ def exact_result(inputs: Inputs, xp: Any) -> Exact:
     rows = sampled_rows(case)
     seen = [visible(case, some, xp) for some in rows]
     # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
-    with one_blas_thread:
+    with threadpool_limits(1, "blas"):
         heads = [
             xp.concatenate([_exact_rows(inputs, batch, head, *some, xp) for some in zip(rows, seen, strict=True)])
             for batch, head in np.ndindex(case.batch, case.heads)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import knobs
 from ..arrays import FLOAT_NAMES
 from ..demo import choose_backend
 from ..explain import gpu_available
@@ -199,6 +200,8 @@ def run(
         "repeats": request.repeats,
         "problems": [],
     }
+    if backend.name == "numpy":
+        report["threads"] = knobs.num_threads()
     if cases:
         report["limits"] = measure_limits(backend, dtypes)
     print(reports.header(report), flush=True)
@@ -246,6 +249,7 @@ def main(args: list[str]) -> int:
     try:
         choose_backend("numpy" if name == "numpy" else "cupy")
         check_outputs(arguments)
+        knobs.options(tile=arguments.tile)  # refuses what is no tile
         cases, with_overheads = choose_cases(arguments, name)
         peers = load_peers(arguments.peers, name)
     except (RuntimeError, TypeError, ValueError) as error:

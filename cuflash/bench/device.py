@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import platform
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +68,8 @@ class NumpyBackend:
 
     def versions(self) -> dict[str, str]:
         """Of everything that took part and is imported already."""
-        found = {"cuflash": __version__, "sources": source_digest(), "python": platform.python_version()}
+        found = {"cuflash": __version__, "sources": source_digest(), "modules": module_digest()}
+        found["python"] = platform.python_version()
         for name in ("numpy", "torch"):
             if sys.modules.get(name) is not None:
                 found[name] = str(sys.modules[name].__version__)
@@ -160,6 +163,42 @@ def measure_limits(backend: NumpyBackend, dtypes: list[str]) -> dict[str, Any]:
     }
     backend.release()
     return limits
+
+
+def peak_bytes(xp: Any, call: Callable[[], Any]) -> int:
+    """Most memory that a call of the library `xp`, numpy or cupy, holds at once beside what was there, once warm."""
+    call()
+    if xp is np:
+        tracemalloc.start()
+        try:
+            call()
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    class Recorder(xp.cuda.MemoryHook):
+        name = "cuflash_peak"
+        held = peak = 0
+
+        def malloc_postprocess(self, **event: int) -> None:
+            self.held += event["mem_size"]
+            self.peak = max(self.peak, self.held)
+
+        def free_postprocess(self, **event: int) -> None:
+            self.held -= event["mem_size"]
+
+    with Recorder() as recorder:
+        call()
+    return int(recorder.peak)
+
+
+def module_digest() -> str:
+    """Twelve hexadecimal digits over the names and contents of the package's Python modules."""
+    digest = hashlib.sha256()
+    folder = Path(__file__).resolve().parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:12]
 
 
 def processor_name() -> str:

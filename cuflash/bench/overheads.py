@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tracemalloc
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,7 +23,7 @@ from ..kernels import KERNELS, Device, KernelSpec, device_of
 from ..knobs import Settings
 from ..plan import make_plan
 from ..problem import describe_attention
-from .device import NumpyBackend
+from .device import NumpyBackend, peak_bytes
 
 CAPABILITY = 90
 """What kernels are compiled for, to time it, on machines without a GPU."""
@@ -162,9 +161,4 @@ def peak_memory(seqlen: int) -> float:
     """MiB that the NumPy back end takes for one head of a long sequence, beside its inputs and results."""
     q = np.ones((1, seqlen, 64), np.float32)
     out, lse = np.empty_like(q), np.empty(q.shape[:-1], np.float32)
-    attention(q[:, :64], q, q)
-    tracemalloc.start()
-    attention(q, q, q, causal=True, out=out, lse=lse)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return peak / 2**20
+    return peak_bytes(np, lambda: attention(q, q, q, causal=True, out=out, lse=lse)) / 2**20

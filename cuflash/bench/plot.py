@@ -1,4 +1,4 @@
-"""The picture of `python -m cuflash bench --plot`: speed against sequence length, and errors."""
+"""Pictures of what `python -m cuflash bench` measured: speed against sequence length, and errors; the README's plot."""
 
 from __future__ import annotations
 
@@ -44,6 +44,38 @@ def draw(report: Report) -> Figure:
     return figure
 
 
+def describe(report: Report) -> str:
+    """What a stored plot says of its origin, so that an old one can be told."""
+    return f"{report['device']}, {report['date']}, sources {report['versions']['sources']}"
+
+
+OVERVIEW = (("bfloat16", "seqlen_q", "head_dim", 128), ("float32", "head_dim", "seqlen_q", 4096),
+            ("float64", "head_dim", "seqlen_q", 4096))  # fmt: skip
+"""Panels of the overview: dtype, what runs along the axis, and what is fixed at which value."""
+AXIS_LABELS = {"seqlen_q": "tokens", "head_dim": "head_dim"}
+
+
+def save_overview(report: Report, path: Path) -> None:
+    """Draw the README's plot: causal self-attention in three dtypes; the same file from the same report."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    causal = [p for p in report["problems"] if p["group"] == p["dtype"] and _is_plain(p) and p["causal"]]
+    names = columns(causal)
+    with matplotlib.rc_context({"svg.hashsalt": "cuflash", "svg.fonttype": "none"}):
+        figure = Figure(figsize=(9.5, 3.0), layout="constrained")
+        for axes, (dtype, along, fixed, value) in zip(figure.subplots(1, len(OVERVIEW)), OVERVIEW, strict=True):
+            shown = [p for p in causal if p["dtype"] == dtype and p[fixed] == value]
+            _draw_speeds(axes, shown, names, f"{dtype}, {AXIS_LABELS[fixed]} = {value}, causal", along)
+            axes.set_xlabel(AXIS_LABELS[along])
+            axes.set_ylim(0)
+        figure.axes[0].set_ylabel("speed (TFLOP/s)")
+        lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=len(lines), fontsize=8)
+        figure.suptitle(f"cuflash on {report['device']}", fontsize=10)
+        figure.savefig(path, metadata={"Date": None, "Description": describe(report)})
+
+
 def _is_plain(problem: dict[str, Any]) -> bool:
     """Whether a problem differs from others of its panel in its length and its number of heads only."""
     return (
@@ -62,7 +94,9 @@ def _style(names: list[str], name: str) -> dict[str, Any]:
     return {"color": f"C{place % 10}", "marker": "osD^vP*X<>"[place % 10], "markersize": 5}
 
 
-def _draw_speeds(axes: Axes, problems: list[dict[str, Any]], names: list[str], title: str) -> None:
+def _draw_speeds(
+    axes: Axes, problems: list[dict[str, Any]], names: list[str], title: str, along: str = "seqlen_q"
+) -> None:
     axes.set_title(title, fontsize=9)
     axes.set_xscale("log", base=2)
     for name in names:
@@ -71,13 +105,13 @@ def _draw_speeds(axes: Axes, problems: list[dict[str, Any]], names: list[str], t
         for problem in problems:
             for result in problem["results"]:
                 if column(result) == name and "tflops" in result:
-                    points[problem["seqlen_q"]] = result["tflops"]
+                    points[problem[along]] = result["tflops"]
                     is_peer = "peer" in result
         if points:
             lengths = sorted(points)
             line = "--" if is_peer else "-"
             axes.plot(lengths, [points[n] for n in lengths], line, label=name, **_style(names, name))
-    lengths = sorted({p["seqlen_q"] for p in problems})
+    lengths = sorted({p[along] for p in problems})
     axes.set_xticks(lengths, [str(n) for n in lengths])
     axes.minorticks_off()
     axes.tick_params(labelsize=8)

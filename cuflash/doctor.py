@@ -1,0 +1,147 @@
+"""What this machine can do: `show_config`, and `python -m cuflash doctor`, which also tries it out."""
+
+from __future__ import annotations
+
+import platform
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from . import knobs, reference
+from .arrays import DTYPES, FLOAT_NAMES
+from .compile import source_digest
+from .cupy_cache import cache_folder, import_cupy
+from .dense import attention
+from .explain import driver_installed
+from .kernels import KERNELS
+
+LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}
+"""Of a healthy back end, relative, by dtype."""
+_INSTALL = "pip install 'cuflash[cuda13]'"
+
+
+class _Gpus(NamedTuple):
+    """What there is of GPUs."""
+
+    lines: list[str]
+    """For the report."""
+    names: list[str]
+    """Those that can be used."""
+    missing: str
+    """Why none can, and what to do about it; empty if one can."""
+
+
+def show_config() -> None:
+    """Print versions, devices, kernels, settings and the kernel cache; the first thing to attach to a bug report."""
+    _show_config(_look_for_gpus())
+
+
+def doctor() -> int:
+    """Print the configuration, check a small call on each back end against float64, end with a verdict.
+
+    Returns
+    -------
+    int
+        Exit status: 0 if every back end that was found computes what it should, 1 if not. A machine without a GPU is
+        no failure.
+    """
+    gpus = _look_for_gpus()
+    _show_config(gpus)
+    failed = []
+    with knobs.options(kernel="", tile=""):
+        for name, xp, device in _backends(gpus):
+            with device:
+                for dtype in FLOAT_NAMES:
+                    finding = _check(xp, dtype)
+                    print(f"check: {name} {dtype} {finding}")
+                    if not finding.endswith("ok"):
+                        failed.append(f"{name} {dtype}")
+    print(f"verdict: {_verdict(gpus, failed)}")
+    return 1 if failed else 0
+
+
+def _backends(gpus: _Gpus) -> list[tuple[str, Any, AbstractContextManager[Any]]]:
+    """Name, array module and device of whatever computes."""
+    found: list[tuple[str, Any, AbstractContextManager[Any]]] = [("NumPy", np, nullcontext())]
+    if gpus.names:
+        import cupy
+
+        for number in range(len(gpus.names)):
+            name = "GPU" if len(gpus.names) == 1 else f"GPU {number}"
+            found.append((name, cupy, cupy.cuda.Device(number)))
+    return found
+
+
+def _check(xp: Any, dtype: str) -> str:
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 77, 64)).astype(DTYPES[dtype]) for _ in range(3))
+    expected, _ = reference.attention(q, k, v, causal=True)
+    try:
+        out = attention(*(xp.asarray(x) for x in (q, k, v)), causal=True)
+        out = (out if xp is np else out.get()).astype(np.float64)
+    except Exception as error:  # the report must name every failure, whatever it is
+        return f"FAILED: {error}"
+    error_norm = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
+    return f"relative error {error_norm:.1e} {'ok' if error_norm < LARGEST_ERROR[dtype] else 'WRONG'}"
+
+
+def _verdict(gpus: _Gpus, failed: list[str]) -> str:
+    if failed:
+        num_checks = len(FLOAT_NAMES) * (1 + len(gpus.names))
+        return f"not ready, {len(failed)} of {num_checks} checks failed ({', '.join(failed)}); report all of the above"
+    if gpus.names:
+        verdict = f"ready, on {' and '.join(gpus.names)}, and for NumPy arrays on the CPU"
+    else:
+        verdict = f"ready for NumPy arrays only: {gpus.missing}"
+    chosen = knobs.settings()
+    for variable, value in (("CUFLASH_KERNEL", chosen.kernel), ("CUFLASH_TILE", chosen.tile)):
+        if value:
+            verdict += f"; but {variable}={value} is set, and calls that it cannot serve raise"
+    return verdict
+
+
+def _show_config(gpus: _Gpus) -> None:
+    from . import __version__
+
+    print(
+        f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {platform.platform()}"
+    )
+    print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {knobs.num_threads()} threads")
+    for line in gpus.lines:
+        print(line)
+    print("kernels:")
+    for spec in KERNELS:
+        print(f"  {spec.name}: {spec.summary}")
+    print("settings:")
+    for knob in knobs.KNOBS:
+        print(f"  {f'{knob.variable}={knobs.read(knob.variable)}':<24}  {knob.meaning}")
+    for variable in knobs.unknown():
+        print(f"  {variable}: is set, but there is no such setting")
+
+
+def _look_for_gpus() -> _Gpus:
+    if not driver_installed():
+        missing = f"no CUDA driver; for a GPU, install NVIDIA's driver and {_INSTALL}"
+        return _Gpus(["no CUDA driver: NumPy arrays only"], [], missing)
+    try:
+        cupy = import_cupy()
+        from cupy.cuda import nvrtc
+    except Exception as error:  # of one that does not match the machine, of many kinds; this report must still print
+        missing = f"CUDA driver found, but CuPy cannot be imported ({error}): {_INSTALL}"
+        return _Gpus([missing], [], missing)
+    lines = [f"cupy {cupy.__version__}, NVRTC {'.'.join(map(str, nvrtc.getVersion()))}, kernel cache {cache_folder()}"]
+    if not cupy.cuda.is_available():
+        missing = "CuPy finds no usable GPU; see nvidia-smi, and what CUDA_VISIBLE_DEVICES hides"
+        return _Gpus([*lines, "no usable GPU"], [], missing)
+    names = []
+    for number in range(cupy.cuda.runtime.getDeviceCount()):
+        properties = cupy.cuda.runtime.getDeviceProperties(number)
+        names.append(f"GPU {number} ({properties['name'].decode()})")
+        lines.append(
+            f"GPU {number}: {properties['name'].decode()}, "
+            f"compute capability {properties['major']}.{properties['minor']}, "
+            f"{properties['multiProcessorCount']} multiprocessors, {properties['totalGlobalMem'] >> 30} GiB"
+        )
+    return _Gpus(lines, names, "")

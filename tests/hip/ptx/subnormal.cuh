@@ -1,0 +1,12 @@
+// cuda_src/ptx/subnormal.cuh for AMD GPUs.
+#pragma once
+
+namespace cuflash {
+
+__device__ __forceinline__ float multiply_subnormal(float a, float b) { return a * b; }
+
+__device__ __forceinline__ float multiply_add_subnormal(float a, float b, float c) { return fmaf(a, b, c); }
+
+__device__ __forceinline__ float divide_subnormal(float a, float b) { return a / b; }
+
+}  // namespace cuflash

@@ -1,0 +1,182 @@
+"""`show_config` and `python -m cuflash doctor`: what this machine can do."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import __main__ as cli
+from cuflash import doctor as doctor_module
+from cuflash.arrays import FLOAT_NAMES
+from cuflash.compile import source_digest
+from cuflash.kernels import KERNELS
+from cuflash.knobs import KNOBS, Settings
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "driver_installed", lambda: False)
+
+
+def fake_cupy(monkeypatch: pytest.MonkeyPatch, available: bool, count: int = 1) -> None:
+    """A CuPy whose arrays are NumPy's, and its GPUs toasters."""
+    properties = {"name": b"Toaster", "major": 9, "minor": 0, "multiProcessorCount": 2, "totalGlobalMem": 3 << 30}
+    runtime = SimpleNamespace(getDeviceCount=lambda: count, getDeviceProperties=lambda number: properties)
+    cupy, cuda = ModuleType("cupy"), ModuleType("cupy.cuda")
+    nvrtc = SimpleNamespace(getVersion=lambda: (13, 0))
+    for name, x in (
+        ("is_available", lambda: available),
+        ("runtime", runtime),
+        ("nvrtc", nvrtc),
+        ("Device", nullcontext),
+    ):
+        setattr(cuda, name, x)
+    gpu_array = type("ndarray", (np.ndarray,), {"get": lambda self: np.asarray(self)})
+    for name, x in (
+        ("cuda", cuda),
+        ("__version__", "1.2"),
+        ("ndarray", type("unused", (), {})),
+        ("asarray", lambda x: x.view(gpu_array)),
+    ):
+        setattr(cupy, name, x)
+    monkeypatch.setattr(doctor_module, "driver_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    monkeypatch.setattr("cuflash.launch._found_gpu_type", None)  # it is kept, and would be that of the toaster
+    right = doctor_module.attention
+    monkeypatch.setattr(
+        doctor_module, "attention", lambda q, *others, **options: right(q, *others, **options).view(type(q))
+    )
+
+
+def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_TILE", "32x32")
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"cuflash {cuflash.__version__}, sources {source_digest()}, Python ")
+    for part in (f"numpy {np.__version__}", "CPU back end with", *(spec.summary for spec in KERNELS), "settings:"):
+        assert part in printed
+    lines = printed.splitlines()
+    for knob in KNOBS:
+        (line,) = [line for line in lines if line.startswith(f"  {knob.variable}=")]
+        value = "32x32" if knob.variable == "CUFLASH_TILE" else knob.default
+        assert line.split() == [f"{knob.variable}={value}", *knob.meaning.split()]
+
+
+def test_show_config_names_misspelt_settings(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuflash.show_config()
+    assert "no such setting" not in capsys.readouterr().out
+    monkeypatch.setenv("CUFLASH_THREADS", "3")
+    cuflash.show_config()
+    assert "  CUFLASH_THREADS: is set, but there is no such setting\n" in capsys.readouterr().out
+
+
+def test_without_a_driver(capsys: pytest.CaptureFixture[str], no_driver: None) -> None:
+    cuflash.show_config()
+    assert "no CUDA driver: NumPy arrays only\n" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "verdict: ready for NumPy arrays only: no CUDA driver; for a GPU, install NVIDIA's driver and "
+        "pip install 'cuflash[cuda13]'"
+    )
+
+
+def test_with_a_broken_cupy(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "driver_installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert "CUDA driver found, but CuPy cannot be imported (" in printed and "pip install 'cuflash[cuda13]'" in printed
+    assert cli.main(["doctor"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("verdict: ready for NumPy arrays only: CUDA driver found, but CuPy cannot be imported (")
+    assert verdict.endswith("): pip install 'cuflash[cuda13]'")
+
+
+def test_without_a_usable_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy(monkeypatch, available=False)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "no usable GPU" in printed
+    assert printed[-1] == (
+        "verdict: ready for NumPy arrays only: CuPy finds no usable GPU; see nvidia-smi, and what CUDA_VISIBLE_DEVICES "
+        "hides"
+    )
+
+
+def test_with_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy(monkeypatch, available=True)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert "GPU 0: Toaster, compute capability 9.0, 2 multiprocessors, 3 GiB" in printed
+    assert sum(line.startswith("check: ") and line.endswith(" ok") for line in printed) == 2 * len(FLOAT_NAMES)
+    assert printed[-1] == "verdict: ready, on GPU 0 (Toaster), and for NumPy arrays on the CPU"
+
+
+def test_every_gpu_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cupy(monkeypatch, available=True, count=2)
+    assert cli.main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"check: GPU {number} {dtype} " in printed for number in range(2) for dtype in FLOAT_NAMES)
+    assert printed.endswith("verdict: ready, on GPU 0 (Toaster) and GPU 1 (Toaster), and for NumPy arrays on the CPU\n")
+
+
+def test_finds_wrong_results(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_driver: None
+) -> None:
+    right = doctor_module.attention
+    monkeypatch.setattr(doctor_module, "attention", lambda *arrays, **options: 1.1 * right(*arrays, **options))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert printed.count("WRONG") == len(FLOAT_NAMES)
+    assert printed.splitlines()[-1] == (
+        "verdict: not ready, 4 of 4 checks failed (NumPy float16, NumPy bfloat16, NumPy float32, NumPy float64); "
+        "report all of the above"
+    )
+
+
+def test_survives_what_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_driver: None
+) -> None:
+    right = doctor_module.attention
+
+    def fails_for_one(q: Any, *others: Any, **options: Any) -> Any:
+        if q.dtype == "float16":
+            raise RuntimeError("no such luck")
+        return right(q, *others, **options)
+
+    monkeypatch.setattr(doctor_module, "attention", fails_for_one)
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "check: NumPy float16 FAILED: no such luck\n" in printed and printed.count(" ok\n") == 3
+    assert "verdict: not ready, 1 of 4 checks failed (NumPy float16); " in printed
+
+
+def test_a_chosen_kernel_is_no_failure_but_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_driver: None
+) -> None:
+    with cuflash.options(kernel="forward_mma", tile="64x64"):
+        assert cli.main(["doctor"]) == 0
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert "; but CUFLASH_KERNEL=forward_mma is set, and calls that it cannot serve raise" in verdict
+    assert "; but CUFLASH_TILE=64x64 is set, and calls that it cannot serve raise" in verdict
+    assert Settings("", "", False) == doctor_module.knobs.settings()
+
+
+@pytest.mark.gpu
+def test_show_config_names_the_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    import cupy
+
+    cuflash.show_config()
+    printed = capsys.readouterr().out
+    assert f"cupy {cupy.__version__}, NVRTC " in printed
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert f"GPU 0: {name}, compute capability " in printed
