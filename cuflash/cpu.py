@@ -12,26 +12,25 @@ are computed again in float64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from math import isfinite, prod
+from collections.abc import Iterable, Mapping
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .checks import clamp_offset
-from .cpu_blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Cuts, Sequence, blocks, cuts_of, sequence_of
-from .cpu_bounds import bounded_rows, may_bound, thin_rows
+from .cpu_blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
 from .cpu_direct import attend_directly, is_plain
-from .cpu_scores import MIN_COLUMN, HeadsLast, RowsLast, Scratch, layout_of
-from .cpu_tile import Arithmetic, load_queries, operand, to_logits
+from .cpu_scores import Scratch, keys_last
+from .cpu_tile import Arithmetic, operand, scale_queries, to_logits
 from .knobs import num_threads
 from .problem import Problem
-from .threads import run_on_threads
+from .threads import run_alone, run_on_threads
 
 SCRATCH_BYTES = 48 * 2**20
 """Limit for the scratch memory of all threads together."""
-THREAD_COST = 2**23
-"""Multiplications (about 0.13 ms) for which another thread is worth waking."""
+THREAD_COST = 3 * 2**22
+"""Multiplications (about 0.2 ms) for which a thread is worth waking."""
 KEPT_BYTES = 2**23
 """Scratch memory that is kept for the next call: new memory costs a page fault for every 4 KiB."""
 MAX_FREE = 8
@@ -120,28 +119,33 @@ class Task(NamedTuple):
     problem: Problem
     arithmetic: Arithmetic
     is_plain: bool
-    cuts: Cuts | None
+    parts: tuple[Part, ...] | None
     """Of its one sequence, if known."""
 
     @classmethod
     def of(cls, problem: Problem, sequence: Sequence | None = None) -> Task:
         """Task of a problem, or of calls with one sequence of the same shape."""
         dtype = FLOAT64 if problem.dtype == "float64" else FLOAT32
-        cuts = None if sequence is None else cuts_of(problem, sequence, 1)
-        return cls(problem, Arithmetic.of(problem, dtype), is_plain(problem), cuts)
+        parts = None if sequence is None else parts_of(problem, sequence, 1)
+        return cls(problem, Arithmetic.of(problem, dtype), is_plain(problem), parts)
 
 
 def compute(task: Task, sequences: list[Sequence]) -> None:
     """Compute attention of sequences, each with its own place in the results."""
+    if task.parts is None:
+        queue = blocks(task.problem, sequences)
+    else:
+        queue = [Block(sequences[0], part) for part in task.parts]
     # Asked first: a setting that is wrong raises before anything is written.
-    limit = num_threads()
-    queue = blocks(task.problem, sequences, task.cuts)
+    limit = num_threads(len(queue))
     useful = 1
-    if len(queue) > 1 < limit:
-        useful = min(limit, len(queue), 1 + sum([block.cost for block in queue]) // THREAD_COST)
+    if limit > 1:
+        useful = max(1, min(limit, sum([block.part.cost for block in queue]) // THREAD_COST))
     if useful > 1:
-        useful = min(useful, max(1, SCRATCH_BYTES // _scratch_bytes(task.problem, queue[0].tile_keys)))
-    run_on_threads(useful, queue, lambda blocks: _work(blocks, task))
+        useful = min(useful, max(1, SCRATCH_BYTES // _scratch_bytes(task.problem, queue[0].part.tile_keys)))
+        run_on_threads(useful, queue, lambda blocks: _work(blocks, task))
+    else:
+        run_alone(_work, queue, task)
 
 
 def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
@@ -156,7 +160,7 @@ def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
     return rows + tiles + keys
 
 
-def _work(blocks: Iterator[Block], task: Task) -> None:
+def _work(blocks: Iterable[Block], task: Task) -> None:
     """Compute blocks; runs in several threads at once."""
     problem, arithmetic, plain, _ = task
     try:
@@ -166,7 +170,7 @@ def _work(blocks: Iterator[Block], task: Task) -> None:
     with np.errstate(all="ignore"):
         try:
             for block in blocks:
-                if plain and block.is_direct:
+                if plain and block.part.is_direct:
                     again = attend_directly(block, arithmetic, scratch)
                     if again is not None:
                         _compute_in_float64(block, problem, scratch, again)
@@ -178,113 +182,78 @@ def _work(blocks: Iterator[Block], task: Task) -> None:
 
 
 def _compute_block(block: Block, problem: Problem, arithmetic: Arithmetic, scratch: Scratch) -> None:
-    """Compute and store the rows of a block; rows that do not come out well are computed again in another way."""
-    result = _attend(block, arithmetic, scratch, may_bound(block, arithmetic))
-    again = _overflowed(block, problem, result)
+    """Compute and store the rows of a block; rows that do not come out well are computed again in float64."""
+    result = _attend(block, arithmetic, scratch)
+    again = _overflowed(block, problem, result) if arithmetic.dtype == FLOAT32 else None
     _store(block, result)
-    if result.bounded is not None:
-        thin = thin_rows(block, arithmetic, result.bounded, result.total)
-        if thin.any():
-            result = _attend(block, arithmetic, scratch, False)
-            beyond = _overflowed(block, problem, result)
-            _store(block, result, thin)
-            if beyond is not None:
-                again = thin & beyond if again is None else np.where(thin, beyond, again)
-    if again is not None and arithmetic.dtype == FLOAT32:
+    if again is not None:
         _compute_in_float64(block, problem, scratch, again)
 
 
 def _compute_in_float64(block: Block, problem: Problem, scratch: Scratch, which: Array) -> None:
     """Compute and store rows that float32 was too narrow for."""
-    _store(block, _attend(block, Arithmetic.of(problem, FLOAT64), scratch, False), which)
+    _store(block, _attend(block, Arithmetic.of(problem, FLOAT64), scratch), which)
 
 
 class Softmax(NamedTuple):
-    """What a block has reduced its keys to. The heads are those of the leading axes, rows those of the group."""
+    """What a block has reduced its keys to. The rows are those of the group."""
 
     peak: Array
-    """(heads, rows): the largest logit, -inf for rows that see no key; 0 for bounded rows."""
+    """(*lead, rows): the largest logit, -inf for rows that see no key."""
     total: Array
-    """(heads, rows): sum of exp(logit - peak), above 0 for rows that see a key, else 0."""
+    """(*lead, rows): sum of exp(logit - peak), above 0 for rows that see a key, else 0."""
     values: Array
-    """(heads, rows, Dv): sum of exp(logit - peak) v."""
-    divided: bool = False
-    """The values are divided by the total already."""
-    stored: bool = False
-    """The values are the output, in its place."""
-    bounded: Array | None = None
-    """(heads, rows): rows whose logits were not shifted, if any was looked for."""
+    """(*lead, rows, Dv): sum of exp(logit - peak) v."""
 
 
-def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch, try_bounds: bool) -> Softmax:
+def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Softmax:
     """Reduce the keys that the rows of a block see."""
     sequence, dtype = block.sequence, arithmetic.dtype
     tiles = block.tiles()
-    shape = block.of_rows(sequence.q).shape[:-1]
-    rows = prod(shape[:-2]), shape[-2] * shape[-1]
-    layout = layout_of(sequence, *rows, block.keys.stop - block.keys.start, len(tiles))
-    product_shape = (*shape[:-2], rows[1], sequence.v.shape[-1])
-    out = block.of_rows(sequence.out)
-    in_place = layout is HeadsLast and out.dtype == dtype and out.flags.c_contiguous and sequence.sinks is None
-    product = out.reshape(product_shape) if in_place else scratch.take("product", product_shape, dtype)
-    values = product.reshape(*rows, -1)
+    source = block.of_rows(sequence.q)
+    shape, head_dim = source.shape[:-1], source.shape[-1]
+    rows = (*shape[:-2], shape[-2] * shape[-1])
+    values = scratch.take("product", (*rows, sequence.v.shape[-1]), dtype)
     if not tiles:
         values[...] = 0.0
         return Softmax(np.full(rows, -np.inf), np.zeros(rows), values)
-    source = block.of_rows(sequence.q)
-    if layout is HeadsLast and source.dtype == dtype:
-        # There are fewer scores to be scaled than elements of q.
-        q = operand(source.reshape(*product_shape[:-1], -1), "q", dtype, scratch)
-        arithmetic = arithmetic._replace(fold=1.0, scale=arithmetic.scale * arithmetic.fold)
-    else:
-        # BLAS is quicker with columns of queries, if these are long enough to be made.
-        q = load_queries(block, arithmetic, layout is RowsLast and rows[1] >= MIN_COLUMN, scratch)
-    bounded = bounded_rows(block, arithmetic, q, scratch) if try_bounds else None
-    all_bounded = bounded is not None and bool(bounded.all())
-    peak = total = before = np.zeros(rows, dtype)
+    by_keys = keys_last(sequence, rows[-1], tiles[0].stop - tiles[0].start)
+    q = scratch.take("q", source.shape, dtype)
+    scale_queries(source, dtype.type(arithmetic.fold), q)
+    product, q = values, q.reshape(*rows, head_dim)
+    before: Any = -np.inf
     for tile in tiles:
         k = operand(block.of_keys(sequence.k, tile), "k", dtype, scratch)
-        scores = scratch.scores(layout, shape, tile.stop - tile.start, dtype)
+        scores = scratch.scores(by_keys, shape, tile.stop - tile.start, dtype)
         scores.multiply(q, k)
         to_logits(scores.logits, block, tile, arithmetic, scratch)
-        if all_bounded:
-            scores.weigh(None)
-        else:
-            before, peak = peak, scores.peak()
-            if tile is not tiles[0]:
-                peak = np.maximum(peak, before)
-            if bounded is not None:
-                peak[bounded] = 0.0
-            # Rows that have seen no key are shifted, too, but not by -inf.
-            shift = np.maximum(peak, LOWEST[dtype])
-            scores.weigh(shift)
-        sums = scores.sums()
-        v = operand(block.of_keys(sequence.v, tile), "v", dtype, scratch)
-        divided = isinstance(scores, HeadsLast)
-        if isinstance(scores, HeadsLast):
-            scores.divide(np.maximum(sums, 1))
-        scores.apply(v, product)
+        peak = np.maximum(scores.peak(), before)
+        # Rows that have seen no key are shifted, too, but not by -inf.
+        shift = np.maximum(peak, LOWEST[dtype])
+        scores.weigh(shift)
+        sums = scores.by_row(scores.sums())
+        scores.apply(operand(block.of_keys(sequence.v, tile), "v", dtype, scratch), product)
         if len(tiles) == 1:
             # There is nothing to join it with.
-            return Softmax(peak, sums, values, divided, in_place, bounded)
+            return Softmax(scores.by_row(peak), sums, values)
         if tile is tiles[0]:
             total, values = sums.astype(np.float64), scratch.take("values", values.shape, FLOAT64)
-            values[...] = product.reshape(values.shape)
-            continue
-        if not (all_bounded or np.array_equal(before, peak)):
-            factor = np.exp(before.astype(np.float64) - shift)
-            total *= factor
-            values *= factor[..., np.newaxis]
-        values += product.reshape(values.shape)
-        total += sums
-    return Softmax(peak, total, values, False, False, bounded)
+            values[...] = product
+        else:
+            if not np.array_equal(before, peak):
+                factor = scores.by_row(np.exp(before.astype(np.float64) - shift))
+                total *= factor
+                values *= factor[..., np.newaxis]
+            values += product
+            total += sums
+        before = peak
+    return Softmax(scores.by_row(peak), total, values)
 
 
 def _overflowed(block: Block, problem: Problem, result: Softmax) -> Array | None:
-    """Rows (heads, rows) for which float32 may have been too narrow, None if there are none."""
-    flat = result.values.reshape(-1)
+    """Rows (*lead, rows) for which float32 may have been too narrow, None if there are none."""
     # The quickest way to see that all are finite, unless some are huge.
-    if np.minimum.reduce(result.total, axis=None) > 0 and isfinite(np.dot(flat, flat)):
+    if np.minimum.reduce(result.total, axis=None) > 0 and isfinite(np.vdot(result.values, result.values)):
         return None
     finite, seen = np.isfinite(result.values), result.total > 0
     # NaN is not above 0: what is left has a total of 0, because it sees no key or because its logits became -inf.
@@ -301,10 +270,11 @@ def _may_overflow(block: Block, problem: Problem) -> bool:
     sequence = block.sequence
     if sequence.bias is not None and sequence.bias.dtype == np.float64:
         return True
-    q, k = block.of_rows(sequence.q), block.of_keys(sequence.k, block.keys)
+    rows, keys = block.part.rows, block.part.keys
+    q, k = block.of_rows(sequence.q), block.of_keys(sequence.k, keys)
     bound = max(abs(problem.scale), 1.0) * problem.head_dim * _largest(q) * _largest(k)
     if sequence.alibi_slopes is not None:
-        farthest = block.distance + block.rows.stop - block.rows.start + block.keys.stop - block.keys.start
+        farthest = block.distance + rows.stop - rows.start + keys.stop - keys.start
         bound += _largest(block.of_heads(sequence.alibi_slopes)) * farthest
     # Also where NaN, of keys that are hidden, says nothing.
     return not bound < SAFE_LOGIT
@@ -324,7 +294,7 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
     where: Any = True if which is None else which.reshape(shape)
     rows: Any = True if which is None else where[..., np.newaxis]
     # Rows without a key have values of 0.
-    divisor: Array | None = None if result.divided else np.maximum(total, TINY)
+    divisor = np.maximum(total, TINY)
     if sequence.lse is not None or sequence.sinks is not None:
         total, peak = total.astype(np.float64), peak.astype(np.float64)
         if sequence.alibi_slopes is not None and block.distance:
@@ -336,7 +306,7 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
             # An infinite sink takes all the weight.
             share, sink = np.exp(peak - top), np.exp(np.where(sinks == top, 0.0, sinks - top))
             # In float64: a sink far above the logits makes it large. Whatever the sink is, rows without a key are 0.
-            divisor = np.where(total == 0, 1.0, (total + sink / share) / (total if result.divided else 1.0))
+            divisor = np.where(total == 0, 1.0, total + sink / share)
             lse = np.where(total == 0, sinks, top + np.log(total * share + sink))
         if sequence.lse is not None:
             if which is not None or sequence.alibi_slopes is not None:
@@ -344,7 +314,4 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
                 limit = np.finfo(sequence.lse.dtype).max
                 lse = np.where(total > 0, np.clip(lse, -limit, limit), lse)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
-    if divisor is None and not result.stored:
-        np.copyto(out, values, where=rows, casting="same_kind")
-    elif divisor is not None:
-        np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")
+    np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")

@@ -18,12 +18,12 @@ BLOCK_ROWS = 256
 MIN_BLOCKS = 8
 """Blocks get smaller, down to `MIN_BLOCK_ROWS` of a head, where there would be fewer of them."""
 MIN_BLOCK_ROWS = 64
-MIN_BLOCK_COST = 2**24
-"""Multiplications (about 0.25 ms) above which work is cut in two: for threads, and so that its Python is little."""
+MIN_BLOCK_COST = 3 * 2**23
+"""Multiplications (about 0.4 ms) above which work is cut in two: for threads, and so that its Python is little."""
 MAX_BLOCK_COST = 2**26
 """Beside this the Python of a block is nothing."""
-NORMS_COST = 8
-"""Scores per element of keys for which norms of all keys cost little."""
+MIN_PRODUCT = 512
+"""Multiplications of a product below which threads would queue for a lock of OpenBLAS."""
 
 Array = np.ndarray[Any, Any]
 
@@ -52,18 +52,15 @@ class Sequence(NamedTuple):
     sinks: Array | None
     offset: int
     """Key position of the first query."""
-    norms: dict[Any, Array]
-    """Filled by `cpu_bounds` when first needed."""
 
 
 ARRAYS = Sequence._fields[:9]
 """Names of the arrays of a `Sequence`."""
 
 
-class Block(NamedTuple):
+class Part(NamedTuple):
     """Query rows that one thread computes together, and the keys that they see."""
 
-    sequence: Sequence
     heads: tuple[slice, ...]
     """Of the leading axes."""
     group: slice
@@ -72,46 +69,57 @@ class Block(NamedTuple):
     tile_keys: int
     """Tiles of keys begin at multiples of this."""
     cost: int
-    """Multiplications, roughly."""
+    """Multiplications, roughly, that another thread could do meanwhile."""
     is_direct: bool
-    """Whether the keys are one tile, and each row sees one of them, and bounds of the logits would not pay."""
+    """Whether the keys are one tile, and each row sees one of them."""
     is_all: bool
     """Whether it is the only one, and sees all keys."""
+
+
+class Block(NamedTuple):
+    """A part of a sequence."""
+
+    sequence: Sequence
+    part: Part
 
     @property
     def position(self) -> int:
         """Key position of the first row."""
-        return self.rows.start + self.sequence.offset
+        return self.part.rows.start + self.sequence.offset
 
     @property
     def distance(self) -> int:
         """Of the rows to the keys, at least."""
-        last = self.position + self.rows.stop - self.rows.start - 1
-        return max(0, self.position - (self.keys.stop - 1), self.keys.start - last)
+        _, _, rows, keys, *_ = self.part
+        last = self.position + rows.stop - rows.start - 1
+        return max(0, self.position - (keys.stop - 1), keys.start - last)
 
     def of_heads(self, x: Array) -> Array:
         """Part of an array (*lead, group)."""
-        return x[(*self.heads, self.group)]
+        return x[(*self.part.heads, self.part.group)]
 
     def of_rows(self, x: Array) -> Array:
         """Part of an array (*lead, group, Nq, ...)."""
-        return x if self.is_all else x[(*self.heads, self.group, self.rows)]
+        part = self.part
+        return x if part.is_all else x[(*part.heads, part.group, part.rows)]
 
     def of_keys(self, x: Array, keys: slice) -> Array:
         """Part of an array (*lead, Nk, ...)."""
-        return x if self.is_all and keys is self.keys else x[(*self.heads, keys)]
+        part = self.part
+        return x if part.is_all and keys is part.keys else x[(*part.heads, keys)]
 
     def of_pairs(self, x: Array, keys: slice) -> Array:
         """Part of an array (*lead, group, Nq, Nk)."""
-        return x[(*self.heads, self.group, self.rows, keys)]
+        return x[(*self.part.heads, self.part.group, self.part.rows, keys)]
 
     def tiles(self) -> list[slice]:
         """Cut the keys at multiples of the tile, so that a tile does not depend on where the others begin."""
-        start, stop, step = self.keys.start, self.keys.stop, self.tile_keys
+        keys, step = self.part.keys, self.part.tile_keys
+        start, stop = keys.start, keys.stop
         if start >= stop:
             return []
         if stop <= step:
-            return [self.keys]
+            return [keys]
         edges = [start, *range(start - start % step + step, stop, step), stop]
         return [slice(*pair) for pair in pairwise(edges)]
 
@@ -128,7 +136,7 @@ def sequence_of(arrays: dict[str, Array | None], group_size: int, offset: int) -
     for name, x in named.items():
         group = () if name in ("k", "v") else (group_size,)
         named[name] = x.reshape(merged + group + x.shape[num_axes:])
-    return Sequence(*map(named.get, ARRAYS), offset, {})  # type: ignore[call-arg, arg-type]
+    return Sequence(*map(named.get, ARRAYS), offset)  # type: ignore[call-arg, arg-type]
 
 
 def _merged(named: dict[str, Array], lead: tuple[int, ...], group_size: int) -> tuple[int, ...]:
@@ -159,39 +167,20 @@ def merged_axes(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) ->
     return tuple(reversed(lengths))
 
 
-class Cuts(NamedTuple):
-    """Where a sequence is cut: each range of rows by each part of the heads by each part of a group is a block."""
-
-    ranges: tuple[tuple[slice, slice, int, bool], ...]
-    """Rows, the keys that they see, the cost of each head, `Block.is_direct`; the longest work first."""
-    heads: tuple[tuple[slice, ...], ...]
-    groups: tuple[slice, ...]
-    tile_keys: int
-    is_one: bool
-    """Whether there is one block, which sees all keys."""
-
-
-def cuts_of(problem: Problem, sequence: Sequence, num_sequences: int) -> Cuts:
-    """Find where a sequence is cut, by its shapes alone."""
-    tile_elements = TILE_BYTES // (8 if problem.dtype == "float64" else 4)
+def parts_of(problem: Problem, sequence: Sequence, num_sequences: int) -> tuple[Part, ...]:
+    """Find where a sequence is cut, by its shapes alone; the longest parts come first."""
+    wide = problem.dtype == "float64"
     widens = problem.dtype not in ("float32", "float64")
-    options = problem.head_dim, problem.head_dim_v, problem.window_left, problem.window_right, tile_elements, widens
+    options = problem.head_dim, problem.head_dim_v, problem.window_left, problem.window_right, wide, widens, TILE_BYTES
     shape = sequence.q.shape
     return cut(shape[:-3], shape[-3], shape[-2], sequence.k.shape[-2], sequence.offset, *options, num_sequences)
 
 
-def blocks(problem: Problem, sequences: list[Sequence], known: Cuts | None = None) -> list[Block]:
-    """Cut the work into blocks, the longest first; where to cut may be known, for one sequence."""
-    found = []
-    for sequence in sequences:
-        cuts = known or cuts_of(problem, sequence, len(sequences))
-        for rows, keys, cost, is_direct in cuts.ranges:
-            for heads in cuts.heads:
-                how = cuts.tile_keys, cost * prod(part.stop - part.start for part in heads), is_direct, cuts.is_one
-                for group in cuts.groups:
-                    found.append(Block(sequence, heads, group, rows, keys, *how))
+def blocks(problem: Problem, sequences: list[Sequence]) -> list[Block]:
+    """Cut the work into blocks, the longest first."""
+    found = [Block(x, part) for x in sequences for part in parts_of(problem, x, len(sequences))]
     if len(sequences) > 1:
-        found.sort(key=lambda block: -block.cost)
+        found.sort(key=lambda block: -block.part.cost)
     return found
 
 
@@ -206,17 +195,20 @@ def cut(
     head_dim_v: int,
     window_left: int | None,
     window_right: int | None,
-    tile_elements: int,
+    wide: bool,
     widens: bool,
+    tile_bytes: int,
     num_sequences: int,
-) -> Cuts:
+) -> tuple[Part, ...]:
     """Choose rows and heads of a block so that it is worth its Python, fits the caches, and there are enough."""
     num_heads = prod(lead)
     if not num_heads * group_size * seqlen_q:
-        return Cuts((), (), (), 1, False)
+        return ()
     features, widest = head_dim + head_dim_v, max(head_dim, head_dim_v)
-    row_limit = BLOCK_ROWS
-    while row_limit > MIN_BLOCK_ROWS and _cost(row_limit, seqlen_k, features) > MIN_BLOCK_COST:
+    tile_elements = tile_bytes // (8 if wide else 4)
+    # The fewer rows, the fewer pairs are computed only to be hidden.
+    row_limit = BLOCK_ROWS if window_left is window_right is None else BLOCK_ROWS // 2
+    while row_limit > MIN_BLOCK_ROWS and _cost(row_limit, seqlen_k, features, wide, widens) > MIN_BLOCK_COST:
         if num_heads * -(-seqlen_q * group_size // row_limit) * num_sequences >= MIN_BLOCKS:
             break
         row_limit //= 2
@@ -232,7 +224,7 @@ def cut(
     # Scores and queries stay in the cache; so do keys and values that are widened, which are read where they were put.
     footprint = max(rows * tile, rows * widest, tile * features if widens else 0)
     heads_limit = tile_elements // footprint
-    whole = num_heads * _cost(rows, num_keys, features)
+    whole = num_heads * _cost(rows, num_keys, features, wide, widens)
     # Two for two threads, more only if each of them is long beside its Python; threads are two, four, eight ...
     num_blocks = max(min(2, -(-whole // MIN_BLOCK_COST)), whole // (2 * MIN_BLOCK_COST))
     num_blocks = max(min(num_blocks, MIN_BLOCKS // (len(edges) - 1)), whole // MAX_BLOCK_COST, 1)
@@ -240,28 +232,33 @@ def cut(
     ranges: list[tuple[slice, slice, int, bool]] = []
     for first, stop in pairwise(edges):
         keys = _visible_keys(window_left, window_right, offset + first, offset + stop - 1, seqlen_k)
-        cost = _cost(members * (stop - first), keys.stop - keys.start, features)
+        cost = _cost(members * (stop - first), keys.stop - keys.start, features, wide, widens)
         first_sees = window_right is None or offset + first + window_right >= 0
         last_sees = window_left is None or offset + stop - 1 - window_left < seqlen_k
         is_direct = keys.start < keys.stop <= tile_keys and first_sees and last_sees
-        if window_left is None and bounds_pay(group_size * seqlen_q, keys.stop - keys.start, head_dim, seqlen_k):
-            is_direct = False
         ranges.append((slice(first, stop), keys, cost, is_direct))
+    if rows * tile * widest < MIN_PRODUCT and min(rows, tile) > 1:
+        ranges = [(where, keys, 0, is_direct) for where, keys, _, is_direct in ranges]
     ranges.sort(key=lambda work: -work[2])
-    groups = tuple(slice(*pair) for pair in pairwise(_even_cuts(group_size, members)))
-    heads = tuple(_cut_axes(lead, heads_limit))
-    is_one = len(ranges) == len(heads) == len(groups) == 1 and ranges[0][1] == slice(0, seqlen_k)
-    return Cuts(tuple(ranges), heads, groups, tile_keys, is_one)
+    groups = [slice(*pair) for pair in pairwise(_even_cuts(group_size, members))]
+    cut_heads = list(_cut_axes(lead, heads_limit))
+    is_one = len(ranges) == len(cut_heads) == len(groups) == 1 and ranges[0][1] == slice(0, seqlen_k)
+    return tuple(
+        Part(heads, group, rows, keys, tile_keys, cost * prod(x.stop - x.start for x in heads), is_direct, is_one)
+        for rows, keys, cost, is_direct in ranges
+        for heads in cut_heads
+        for group in groups
+    )
 
 
-def bounds_pay(rows: int, keys: int, head_dim: int, seqlen_k: int) -> bool:
-    """Whether finding norms of all keys costs little beside the scores of the rows of a head."""
-    return rows * keys > NORMS_COST * head_dim * seqlen_k
+def _cost(rows: int, keys: int, features: int, wide: bool, widens: bool) -> int:
+    """Multiplications of BLAS, in float32, that take as long as one head of a block.
 
-
-def _cost(rows: int, keys: int, features: int) -> int:
-    """Multiplications that take as long as one head of a block: reading keys, exponentials and calls count, too."""
-    return 2**12 + (rows + 16) * keys * (features + 64)
+    A score costs as much as 64 of them beside its products, an element that is read 2 (threads share the memory), one
+    that is widened 50.
+    """
+    reading = 50 if widens else 2
+    return (2**12 + keys * ((rows + reading) * features + 64 * rows)) << wide
 
 
 def _even_cuts(length: int, limit: int) -> list[int]:

@@ -6,22 +6,20 @@ finite unless float32 (float64) is too narrow for the logits.
 
 from __future__ import annotations
 
-from math import isfinite, prod
+from math import isfinite
 
 import numpy as np
 
 from .cpu_blocks import Array, Block
-from .cpu_scores import MIN_COLUMN, HeadsLast, RowsLast, Scratch, layout_of
-from .cpu_tile import FOLDABLE, Arithmetic, hide_edges, load_queries, operand
+from .cpu_scores import Scratch, keys_last
+from .cpu_tile import FOLDABLE, Arithmetic, edges_of, operand, scale_queries
 from .problem import Problem
 
 
 def is_plain(problem: Problem) -> bool:
-    """Whether a problem asks for nothing but a window, in the dtype of the computation."""
+    """Whether a problem asks for nothing but a window, and perhaps the lse."""
     return (
-        problem.dtype in ("float32", "float64")
-        and problem.out_dtype == problem.dtype
-        and problem.lse is problem.sinks is problem.bias is problem.mask is problem.alibi_slopes is None
+        problem.sinks is problem.bias is problem.mask is problem.alibi_slopes is None
         and not problem.softcap
         and FOLDABLE[0] <= abs(problem.scale) <= FOLDABLE[1]
     )
@@ -33,45 +31,80 @@ def attend_directly(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> A
     Returns
     -------
     ndarray or None
-        Which rows (heads, group * rows) these are; None if there are none.
+        Which rows (*lead, group * rows) these are; None if there are none.
     """
-    sequence, dtype = block.sequence, arithmetic.dtype
-    source, out = block.of_rows(sequence.q), block.of_rows(sequence.out)
-    k = operand(block.of_keys(sequence.k, block.keys), "k", dtype, scratch)
-    v = operand(block.of_keys(sequence.v, block.keys), "v", dtype, scratch)
-    num_keys, head_dim_v = v.shape[-2:]
-    *lead, group, num_rows, head_dim = source.shape
-    num_heads, height = prod(lead), group * num_rows
-    layout = layout_of(sequence, num_heads, height, num_keys, 1)
-    scores = scratch.scores(layout, source.shape[:-1], num_keys, dtype)
-    if layout is HeadsLast:
-        # There are fewer scores to be scaled than elements of q.
-        scores.multiply(operand(source.reshape(*lead, height, head_dim), "q", dtype, scratch), k)
-        scores.scale(dtype.type(arithmetic.fold))
-    else:
-        scores.multiply(load_queries(block, arithmetic, layout is RowsLast and height >= MIN_COLUMN, scratch), k)
-    if arithmetic.window_left is not None or arithmetic.window_right is not None:
-        hide_edges(scores.logits, block.position, block.keys, arithmetic.window_left, arithmetic.window_right)
-    scores.weigh(scores.peak())
-    total = scores.sums()
-    # Means of values are as finite as these are.
-    means = num_keys <= 2 * head_dim_v
-    if means:
-        scores.divide(total)
-    in_place = out.flags.c_contiguous
-    shape = (*lead, height, head_dim_v)
-    product = out.reshape(shape) if in_place else scratch.take("product", shape, dtype)
-    scores.apply(v, product)
-    bad = None
-    # A largest logit that is infinite makes all weights of its row NaN. The product is the quickest way to see that all
-    # is finite, unless some is huge.
-    if dtype.itemsize == 4 and not isfinite(np.vdot(checked := total if means else product, checked)):
-        finite = np.isfinite(checked)
-        bad = ~(finite if means else finite.all(axis=-1).reshape(num_heads, height))
-        if not bad.any():
-            bad = None
-    if not means:
-        product /= total.reshape(*shape[:-1], 1)
-    if not in_place:
-        np.copyto(out, product.reshape(out.shape))
-    return bad
+    sequence, part = block
+    keys = part.keys
+    q = block.of_rows(sequence.q)
+    first = sequence.offset + part.rows.start - keys.start
+    kind = q.shape, sequence.v.shape[-1], keys.stop - keys.start, first, arithmetic
+    prepared: _Prepared | None = scratch.views.get(kind)
+    if prepared is None:
+        prepared = _Prepared(block, *kind, scratch)
+        scratch.keep(kind, prepared)
+    k, v = block.of_keys(sequence.k, keys), block.of_keys(sequence.v, keys)
+    lse = None if sequence.lse is None else block.of_rows(sequence.lse)
+    return prepared.attend(q, k, v, block.of_rows(sequence.out), lse, scratch)
+
+
+class _Prepared:
+    """Memory for blocks of one kind, and what is the same for each of them."""
+
+    def __init__(
+        self,
+        block: Block,
+        shape: tuple[int, ...],
+        head_dim_v: int,
+        num_keys: int,
+        first: int,
+        arithmetic: Arithmetic,
+        scratch: Scratch,
+    ) -> None:
+        dtype = self._dtype = arithmetic.dtype
+        *lead, group, rows, head_dim = shape
+        height = group * rows
+        self._scores = scratch.scores(keys_last(block.sequence, height, num_keys), shape[:-1], num_keys, dtype)
+        self._edges = edges_of(self._scores.logits, first, arithmetic.window_left, arithmetic.window_right)
+        self._factor = np.array(arithmetic.fold, dtype)  # quicker than a scalar
+        # Whichever are fewer are scaled.
+        self._queries = scratch.take("q", shape, dtype) if head_dim <= num_keys else None
+        self._rows_of_q = (*lead, height, head_dim)
+        self._rows_of_out = (*lead, height, head_dim_v)
+        # Whichever are fewer are divided. Means of values are as finite as these are.
+        self._means = num_keys <= 2 * head_dim_v
+
+    def attend(self, q: Array, k: Array, v: Array, out: Array, lse: Array | None, scratch: Scratch) -> Array | None:
+        scores, dtype = self._scores, self._dtype
+        k, v = operand(k, "k", dtype, scratch), operand(v, "v", dtype, scratch)
+        if self._queries is None:
+            scores.multiply(operand(q.reshape(self._rows_of_q), "q", dtype, scratch), k)
+            np.multiply(scores.flat, self._factor, out=scores.flat)
+        else:
+            scale_queries(q, self._factor, self._queries)
+            scores.multiply(self._queries.reshape(self._rows_of_q), k)
+        for logits, limits in self._edges:
+            np.fmin(logits, limits, out=logits)
+        peak = scores.peak()
+        scores.weigh(peak)
+        total = scores.sums()
+        in_place = out.dtype == dtype and out.flags.c_contiguous
+        product = out.reshape(self._rows_of_out) if in_place else scratch.take("product", self._rows_of_out, dtype)
+        if self._means:
+            np.divide(scores.flat, total, out=scores.flat)
+        scores.apply(v, product)
+        bad: Array | None = None
+        # A largest logit that is infinite makes all weights of its row NaN. This product is the quickest way to see
+        # that all is finite, unless some is huge.
+        checked = total if self._means else product
+        if dtype.itemsize == 4 and not isfinite(np.vdot(checked, checked)):
+            finite = np.isfinite(checked)
+            good = scores.by_row(finite) if self._means else np.logical_and.reduce(finite, axis=-1)
+            bad = None if good.all() else ~good
+        if not self._means:
+            np.divide(product, scores.by_row(total)[..., np.newaxis], out=product)
+        if not in_place:
+            np.copyto(out, product.reshape(out.shape), casting="same_kind")
+        if lse is not None:
+            logs = np.log(scores.by_row(total).astype(np.float64)) + scores.by_row(peak)
+            np.copyto(lse, logs.reshape(lse.shape), casting="same_kind")
+        return bad

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .cpu_blocks import Array, Block
-from .cpu_scores import Scratch, features_first
+from .cpu_scores import Scratch
 from .problem import Problem
 
 FOLDABLE = (2.0**-20, 2.0**20)
@@ -48,24 +48,13 @@ class Arithmetic(NamedTuple):
         )
 
 
-def load_queries(block: Block, arithmetic: Arithmetic, rows_last: bool, scratch: Scratch) -> Array:
-    """Return the queries of a block (*lead, group * rows, D), scaled, in the memory order that suits the product."""
-    source, dtype = block.of_rows(block.sequence.q), arithmetic.dtype
-    lead, (group, rows, head_dim) = source.shape[:-3], source.shape[-3:]
-    if rows_last:
-        target = scratch.take("q", (*lead, head_dim, group, rows), dtype)
-        q = target.reshape(*lead, head_dim, group * rows).swapaxes(-1, -2)
-        # Where its operands disagree, NumPy goes along the axes as they are given: here, as the target has them.
-        source = features_first(source)
-    else:
-        target = scratch.take("q", source.shape, dtype)
-        q = target.reshape(*lead, group * rows, head_dim)
-    if source.dtype == dtype:
-        np.multiply(source, dtype.type(arithmetic.fold), out=target)
+def scale_queries(source: Array, factor: Any, target: Array) -> None:
+    """Multiply queries of any dtype, in that of the computation."""
+    if source.dtype == target.dtype:
+        np.multiply(source, factor, out=target)
     else:
         widen_into(target, source)
-        target *= dtype.type(arithmetic.fold)
-    return q
+        np.multiply(target, factor, out=target)
 
 
 def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, scratch: Scratch) -> None:
@@ -89,7 +78,7 @@ def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, 
         slopes = block.of_heads(sequence.alibi_slopes).astype(np.float64)
         position = block.position
         # Nearer to the keys by what all pairs have in common.
-        position += block.distance if position < block.keys.start else -block.distance
+        position += block.distance if position < block.part.keys.start else -block.distance
         num_rows, num_keys = logits.shape[-2:]
         columns = np.arange(num_rows + num_keys - 1) + float(keys.start - position - num_rows + 1)
         penalty = (slopes[..., np.newaxis] * np.abs(columns)).astype(dtype)
@@ -102,7 +91,8 @@ def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, 
         hidden = ~_unrepeated(block.of_pairs(sequence.mask, keys))
         if hidden.any():
             np.copyto(logits, -np.inf, where=hidden)
-    hide_edges(logits, block.position, keys, arithmetic.window_left, arithmetic.window_right)
+    for some, limits in edges_of(logits, block.position - keys.start, arithmetic.window_left, arithmetic.window_right):
+        np.fmin(some, limits, out=some)
 
 
 def _cap(logits: Array, arithmetic: Arithmetic) -> None:
@@ -125,30 +115,35 @@ def _unrepeated(x: Array) -> Array:
     return x[tuple(slice(0, 1) if step == 0 else slice(None) for step in x.strides)]
 
 
-def hide_edges(logits: Array, position: int, keys: slice, left: int | None, right: int | None) -> None:
-    """Hide what lies outside the window; touches only the columns that some row does not see."""
-    num_rows, num_keys = logits.shape[-2:]
-    if right is not None:
-        # Row i sees the columns up to i + edge.
-        edge = position + right - keys.start
-        first = max(0, edge + 1)
-        width = num_keys - first
-        if width > 0:
-            _hide(logits[..., first:], -inf, edge - first)
-    if left is not None:
-        # Row i sees the columns from i + edge.
-        edge = position - left - keys.start
-        width = min(num_keys, num_rows - 1 + edge)
-        if width > 0:
-            _hide(logits[..., :width], edge, inf)
+def edges_of(logits: Array, first: int, left: int | None, right: int | None) -> list[tuple[Array, Array]]:
+    """Find what lies outside the window; row i stands at column first + i.
 
-
-def _hide(logits: Array, low: float, high: float) -> None:
-    """Hide diagonals, whatever is there: `fmin` takes -inf rather than NaN, and is quicker than `copyto`."""
+    Returns
+    -------
+    list of (logits, limits)
+        Columns that some row does not see, and -inf where it does not, else inf. `fmin` takes -inf rather than NaN,
+        and is quicker than `copyto`.
+    """
     num_rows, num_keys = logits.shape[-2:]
     rows_last = abs(logits.strides[-2]) < abs(logits.strides[-1])
-    pairs = logits.swapaxes(-1, -2) if rows_last else logits
-    np.fmin(pairs, _limits(num_rows, num_keys, low, high, logits.dtype, rows_last), out=pairs)
+    edges: list[tuple[Array, tuple[float, float]]] = []
+    if right is not None:
+        # Row i sees the columns up to i + edge.
+        start = max(0, first + right + 1)
+        if start < num_keys:
+            edges.append((logits[..., start:], (-inf, first + right - start)))
+    if left is not None:
+        # Row i sees the columns from i + edge.
+        width = min(num_keys, num_rows - 1 + first - left)
+        if width > 0:
+            edges.append((logits[..., :width], (first - left, inf)))
+    return [
+        (
+            pairs.swapaxes(-1, -2) if rows_last else pairs,
+            _limits(num_rows, pairs.shape[-1], *diagonals, logits.dtype, rows_last),
+        )
+        for pairs, diagonals in edges
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -177,9 +172,12 @@ def _by_diagonal(diagonals: Array, num_rows: int, num_keys: int, rows_last: bool
 def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Array:
     """Return x (..., rows, columns) in the dtype of the computation, in a layout that BLAS reads without a copy."""
     itemsize = dtype.itemsize
+    flags = x.flags
+    if x.dtype == dtype and flags.c_contiguous and flags.aligned:
+        return x
     if (
         x.dtype == dtype
-        and x.flags.aligned
+        and flags.aligned
         and x.strides[-1] == itemsize
         and x.strides[-2] >= x.shape[-1] * itemsize
         and x.strides[-2] % itemsize == 0

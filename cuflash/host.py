@@ -15,6 +15,7 @@ from .knobs import AUTOMATIC, Settings, settings
 from .problem import Operand, Problem, result_rows
 
 CACHE_SIZE = 1024
+_NO_OPTIONS = (None, None, None, None)
 _calls: dict[Any, HostCall] = {}
 
 
@@ -26,17 +27,17 @@ class HostCall:
         self._task = cpu.Task.of(problem, sequence)
         self._rows = result_rows(problem)
         self._offset = sequence.offset
-        self._forms: list[tuple[int, tuple[int, ...], tuple[int, ...]] | None] = []
         shape, dtype = (*self._rows, problem.head_dim_v), DTYPES[problem.out.dtype]
         # Nearly always new results have nothing special, and there is no other one.
         is_usual = problem.lse is None and problem.out.strides[-len(shape) :] == contiguous_strides(
             shape, dtype.itemsize
         )
         self._new_out = (shape, dtype) if is_usual else None
-        self._none = [None] * len(cpu.ARRAYS)
-        for name in cpu.ARRAYS:
-            x, broadcast = getattr(sequence, name), arrays[name]
-            self._forms.append(None if broadcast is None else (broadcast.size, broadcast.shape, x.shape))
+        # Size, shape as broadcast and shape in the sequence, None if there is no such array.
+        self._forms: list[tuple[int, tuple[int, ...], Any]] = [
+            (0, (), None) if x is None else (x.size, x.shape, getattr(sequence, name).shape)
+            for name, x in zip(cpu.ARRAYS, map(arrays.get, cpu.ARRAYS), strict=True)
+        ]
 
     def takes(self, workspace: Any, arrays: tuple[Any, ...]) -> bool:
         """Whether a given workspace certainly serves the call (False: look closer)."""
@@ -58,17 +59,14 @@ class HostCall:
             out = np.empty(*self._new_out)
         else:
             out, lse = _results(problem, self._rows, out, lse)
+        # A call without options names none.
+        options = arrays[5:9] or _NO_OPTIONS
         views = [
-            None if x is None or forms is None else _viewed(x, *forms)
-            for x, forms in zip((*arrays[:3], out, lse, *arrays[5:9]), self._forms, strict=False)
+            None if shape is None else (x if x.size == size else np.broadcast_to(x, full)).reshape(shape)
+            for x, (size, full, shape) in zip((*arrays[:3], out, lse, *options), self._forms, strict=True)
         ]
-        views += self._none[len(views) :]  # a call without options names none
-        cpu.compute(self._task, [cpu.Sequence(*views, self._offset, {})])  # type: ignore[call-arg, arg-type]
+        cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[arg-type, call-arg]
         return out if problem.lse is None else (out, lse)
-
-
-def _viewed(x: np.ndarray, size: int, broadcast: tuple[int, ...], shape: tuple[int, ...]) -> np.ndarray:
-    return (x if x.size == size else np.broadcast_to(x, broadcast)).reshape(shape)
 
 
 def find_on_host(

@@ -43,16 +43,20 @@ def unknown() -> list[str]:
     return sorted(name for name in os.environ if name.startswith("CUFLASH_") and name not in _DEFAULTS)
 
 
-def num_threads() -> int:
-    """Threads of the NumPy back end."""
+def num_threads(useful: int | None = None) -> int:
+    """Threads of the NumPy back end, at most as many as are useful."""
     text = read("CUFLASH_NUM_THREADS")
     if text:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"CUFLASH_NUM_THREADS is {text!r}, expected a positive int")
-        return int(text)
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        limit = int(text)
+    elif useful == 1:
+        limit = 1  # without asking the system
+    elif hasattr(os, "sched_getaffinity"):
+        limit = len(os.sched_getaffinity(0))
+    else:
+        limit = os.cpu_count() or 1
+    return limit if useful is None else min(limit, useful)
 
 
 class Settings(NamedTuple):

@@ -86,9 +86,6 @@ def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iter
     thread is at work when this function has ended, in whatever way.
     """
     call = _Call(items, work)
-    if num_threads == 1:
-        _take_part(call)
-        return
     try:
         call.turn = _free_locks.pop()
     except IndexError:
@@ -113,6 +110,14 @@ def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iter
 
 
 def _take_part(call: _Call) -> None:
+    try:
+        run_alone(call.work, call.rest())
+    finally:
+        call.stopped = True
+
+
+def run_alone(work: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in this thread, with BLAS at one thread."""
     found = _limit or _find_limit()
     limit = found if found.process_wide else _Limit(found.get, found.set, False)
     me = object()
@@ -121,10 +126,9 @@ def _take_part(call: _Call) -> None:
         if limit.before is None:
             limit.before = limit.get()
         limit.set(1)
-        call.work(call.rest())
+        work(*arguments)
     finally:
         try:
-            call.stopped = True
             if me in limit.inside:
                 del limit.inside[me]
         finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,7 +316,12 @@ def test_speed_is_that_of_the_nearer_limit() -> None:
 def test_runs_are_as_many_as_asked_for_or_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = NumpyBackend()
     calls: list[int] = []
+    monkeypatch.setattr(backend, "loop_seconds", 0.0)
     assert len(backend.times(lambda: calls.append(1), 5)) == 5 and len(calls) == 6
+    monkeypatch.setattr(backend, "loop_seconds", 1e-3)
+    begin = time.perf_counter()
+    times = backend.times(lambda: calls.append(1), 5)
+    assert time.perf_counter() - begin > 5e-3 and len(calls) > 1000 and max(times) < 1e-4
     monkeypatch.setattr(backend, "_time", lambda function: 100.0)
     assert len(backend.times(lambda: None, 5)) == 3
 

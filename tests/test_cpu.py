@@ -486,7 +486,7 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch: pytest.MonkeyPatch
         raise MemoryError("no memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(cpu, "_store", fail)
+        patch.setattr(cpu, "attend_directly", fail)
         with pytest.raises(MemoryError):
             cuflash.attention(q, k, v)
     assert _blas_threads() == before

@@ -97,7 +97,7 @@ interrupts = 0
 def interrupt(number, frame):
     global interrupts
     while frame is not None:
-        if frame.f_code is threads.run_on_threads.__code__:
+        if frame.f_code in (threads.run_on_threads.__code__, threads.run_alone.__code__):
             interrupts += 1
             signal.setitimer(signal.ITIMER_REAL, again * np.random.random())
             raise KeyboardInterrupt

@@ -27,10 +27,12 @@ class NumpyBackend:
     """More than the caches hold."""
     gemm_size = 1024
     copy_bytes = 256 << 20
-    rest_seconds = 0.1
+    rest_seconds = 0.2
     """Pause before each phase, in which the threads of the library before stop spinning."""
     enough_seconds = 5.0
     """Time after which a function that is slow has been run often enough."""
+    loop_seconds = 1e-3
+    """What takes less is run again and again for so long: with cold caches the interpreter would be timed."""
 
     def __init__(self) -> None:
         self.xp: Any = np
@@ -47,7 +49,10 @@ class NumpyBackend:
         self._flush.sum()
 
     def times(self, function: Callable[[], Any], repeats: int) -> list[float]:
-        """Seconds of each of several runs, after one that warms up, with cold caches; at least three if it is slow."""
+        """Seconds of each of several runs, after one that warms up; at least three if it is slow.
+
+        Caches are cold, but for what takes less than `loop_seconds` on the CPU.
+        """
         function()
         times: list[float] = []
         while len(times) < repeats and (len(times) < 3 or sum(times) < self.enough_seconds):
@@ -56,8 +61,16 @@ class NumpyBackend:
 
     def _time(self, function: Callable[[], Any]) -> float:
         self.flush()
+        number, seconds = 1, self._loop(function, 1)
+        while seconds < self.loop_seconds:
+            number *= 1 + int(self.loop_seconds / seconds)
+            seconds = self._loop(function, number)
+        return seconds / number
+
+    def _loop(self, function: Callable[[], Any], number: int) -> float:
         begin = time.perf_counter()
-        function()
+        for _ in range(number):
+            function()
         return time.perf_counter() - begin
 
     def synchronize(self) -> None:
