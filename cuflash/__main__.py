@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import __version__
-from .arrays import DTYPES, FLOAT_NAMES
 from .dense import attention
 from .doctor import doctor
 from .explain import explain
 from .kernels import KERNELS
 from .knobs import options
+from .problem.arrays import DTYPES, FLOAT_NAMES
 from .varlen import attention_varlen
 
 

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .checks import clamp_offset
 from .cpu_blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
 from .cpu_direct import attend_directly, is_plain
 from .cpu_scores import Scratch, keys_last
 from .cpu_tile import Arithmetic, operand, scale_queries, to_logits
 from .knobs import num_threads
-from .problem import Problem
+from .problem.checks import clamp_offset
+from .problem.problem import Problem
 from .threads import run_alone, run_on_threads
 
 SCRATCH_BYTES = 48 * 2**20

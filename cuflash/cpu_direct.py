@@ -13,7 +13,7 @@ import numpy as np
 from .cpu_blocks import Array, Block
 from .cpu_scores import Scratch, keys_last
 from .cpu_tile import FOLDABLE, Arithmetic, edges_of, operand, scale_queries
-from .problem import Problem
+from .problem.problem import Problem
 
 
 def is_plain(problem: Problem) -> bool:

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
-from .checks import hashable_window
 from .launch import execute, find
-from .names import check_options, explains_unknown_options
-from .problem import describe_attention
-from .types import Causal, FloatDtype, Precision, Real, Window
+from .problem.checks import hashable_window
+from .problem.names import check_options, explains_unknown_options
+from .problem.problem import describe_attention
+from .problem.types import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:
-    from .types import AnyArray, DenseOptions, DenseResults, NumpyArray, Pair, Unpack, WithoutLse
+    from .problem.types import AnyArray, DenseOptions, DenseResults, NumpyArray, Pair, Unpack, WithoutLse
 
 
 # fmt: off

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 
 from . import knobs, reference
-from .arrays import DTYPES, FLOAT_NAMES
 from .compile import source_digest
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
 from .explain import driver_installed
 from .kernels import KERNELS
+from .problem.arrays import DTYPES, FLOAT_NAMES
 
 LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}
 """Of a healthy back end, relative, by dtype."""

@@ -11,15 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from . import arrays, knobs
+from . import knobs
 from .compile import KernelCompileError, compile_offline, entry_text, kernel_function
 from .cupy_cache import import_cupy
 from .dense import attention
 from .host import check_settings
 from .kernels import CPU_KERNEL, Device, device_of
-from .names import check_options
 from .plan import Macros, Plan, make_plan, refusals
-from .problem import Problem, describe_attention, describe_varlen
+from .problem import arrays
+from .problem.names import check_options
+from .problem.problem import Problem, describe_attention, describe_varlen
 from .varlen import attention_varlen
 from .workspace import combination_of
 

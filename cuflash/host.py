@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from . import cpu
-from .arrays import DTYPES, ArrayInfo, contiguous_strides
 from .kernels import CPU_KERNEL
 from .knobs import AUTOMATIC, Settings, settings
-from .problem import Operand, Problem, result_rows
+from .problem.arrays import DTYPES, ArrayInfo, contiguous_strides
+from .problem.problem import Operand, Problem, result_rows
 
 CACHE_SIZE = 1024
 _NO_OPTIONS = (None, None, None, None)

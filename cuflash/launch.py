@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 
 from . import compile as compile_module
-from .arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
-from .checks import workspace_size
 from .host import HostCall, execute_on_host, find_on_host
 from .kernels import Device
 from .knobs import settings
@@ -30,7 +28,9 @@ from .params import (
     pack_problem_lengths,
 )
 from .plan import MAX_GRID, Plan, make_plan, plan_other_lengths
-from .problem import Operand, Problem, result_rows
+from .problem.arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from .problem.checks import workspace_size
+from .problem.problem import Operand, Problem, result_rows
 from .splits import partial_results, result_axes
 from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 

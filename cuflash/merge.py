@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from .arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
-from .checks import same_device
 from .combine import MAX_PARTS, Combination, combine_parts
 from .compile import kernel_function
 from .host import allocate
-from .problem import Operand, alignment_of
+from .problem.arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
+from .problem.checks import same_device
+from .problem.problem import Operand, alignment_of
 from .splits import partial_layout
 from .workspace import Result, allocate_with_workspace, launch_combination
 
 if TYPE_CHECKING:
-    from .types import AnyArray, NumpyArray, Pair
+    from .problem.types import AnyArray, NumpyArray, Pair
 
 
 @overload

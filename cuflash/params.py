@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from .arrays import ITEMSIZE
-from .problem import Operand, Problem
+from .problem.arrays import ITEMSIZE
+from .problem.problem import Operand, Problem
 from .splits import split_strides
 
 if TYPE_CHECKING:

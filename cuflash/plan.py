@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from .arrays import ITEMSIZE
 from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
 from .knobs import Settings
 from .pace import Walk, pace_of
 from .params import BATCH_AXES
-from .problem import Problem, common_alignment
+from .problem.arrays import ITEMSIZE
+from .problem.problem import Problem, common_alignment
 from .splits import (
     ENOUGH_THREADS,
     Partial,

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import attention, attention_varlen, reference
-from .arrays import DTYPES
-from .problem import Problem, describe_attention, describe_varlen
+from .problem.arrays import DTYPES
+from .problem.problem import Problem, describe_attention, describe_varlen
 
 GUARD_BYTES = 512
 """Poisoned bytes in front of and behind every array."""

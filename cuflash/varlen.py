@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-from .checks import hashable_window
 from .launch import execute, find
-from .names import check_options, explains_unknown_options
-from .problem import describe_varlen
-from .types import Causal, FloatDtype, Precision, Real, Window
+from .problem.checks import hashable_window
+from .problem.names import check_options, explains_unknown_options
+from .problem.problem import describe_varlen
+from .problem.types import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:
-    from .types import AnyArray, NumpyArray, Pair, Unpack, VarlenOptions, VarlenResults, WithoutLse
+    from .problem.types import AnyArray, NumpyArray, Pair, Unpack, VarlenOptions, VarlenResults, WithoutLse
 
 
 # fmt: off

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import compile as compile_module
-from .arrays import DTYPES, ArrayInfo
-from .checks import BOUNDARY, workspace_size
 from .combine import NUM_THREADS, Combination, combine_parts
-from .problem import Operand, Problem
+from .problem.arrays import DTYPES, ArrayInfo
+from .problem.checks import BOUNDARY, workspace_size
+from .problem.problem import Operand, Problem
 from .splits import Partial, partial_layout, result_axes
 
 if TYPE_CHECKING:

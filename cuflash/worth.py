@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from .kernels import Device, KernelSpec
 from .pace import Walk, pace_of, times_by_splits
-from .problem import Problem
+from .problem.problem import Problem
 from .splits import VisibleKeys, splits_allowed
 
 SMALLEST_USEFUL_TILE = 16

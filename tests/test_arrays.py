@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.arrays import (
+from cuflash.problem.arrays import (
     HOST,
     contiguous_strides,
     extent,

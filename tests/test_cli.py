@@ -15,8 +15,8 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as cli
-from cuflash.arrays import FLOAT_NAMES
 from cuflash.kernels import KERNELS
+from cuflash.problem.arrays import FLOAT_NAMES
 
 ROOT = Path(cuflash.__file__).parent.parent
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from cpu_cuda.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
 
-from cuflash.arrays import DTYPES
 from cuflash.compile import compiler_options, source_digest, source_folder
 from cuflash.params import divisor
+from cuflash.problem.arrays import DTYPES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 

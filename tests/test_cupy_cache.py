@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import compile as compile_module
@@ -24,7 +25,6 @@ from cuflash.compile import KernelCompileError, kernel_function
 from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import Plan, make_plan
-from cuflash.problem import describe_attention
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 ROOT = Path(cuflash.__file__).parent.parent

@@ -13,10 +13,10 @@ import pytest
 import cuflash
 from cuflash import __main__ as cli
 from cuflash import doctor as doctor_module
-from cuflash.arrays import FLOAT_NAMES
 from cuflash.compile import source_digest
 from cuflash.kernels import KERNELS
 from cuflash.knobs import KNOBS, Settings
+from cuflash.problem.arrays import FLOAT_NAMES
 
 
 @pytest.fixture

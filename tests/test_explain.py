@@ -11,6 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 import cuflash.plan
@@ -19,7 +20,6 @@ from cuflash.compile import compile_offline, source_digest
 from cuflash.kernels import KERNELS, device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
-from cuflash.problem import describe_attention
 
 # The function of the same name hides the module from ordinary imports.
 explain_module = sys.modules["cuflash.explain"]

@@ -15,8 +15,8 @@ from cpu_cuda.emulator import Emulator, compiler
 
 import cuflash
 from cuflash import reference
-from cuflash.arrays import DTYPES
 from cuflash.kernels import KERNELS
+from cuflash.problem.arrays import DTYPES
 
 FLOAT32 = np.finfo(np.float32)
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cpu_cuda.emulator import Emulator, compiler
+from cuflash.problem.problem.problem import describe_attention
 
 import cuflash.plan
 from cuflash import reference
 from cuflash.plan import make_plan
-from cuflash.problem import describe_attention
 from cuflash.testing import Case, check, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

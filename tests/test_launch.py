@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.problem.problem.problem import describe_attention, result_rows
 
 import cuflash
 from cuflash import dense, launch
-from cuflash.arrays import inspect
 from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.plan import make_plan
-from cuflash.problem import describe_attention, result_rows
+from cuflash.problem.arrays import inspect
 from cuflash.splits import result_axes
 from cuflash.workspace import split_of
 

@@ -14,7 +14,7 @@ from scipy.special import logsumexp, softmax
 
 import cuflash
 from cuflash import reference
-from cuflash.arrays import DTYPES, FLOAT_NAMES
+from cuflash.problem.arrays import DTYPES, FLOAT_NAMES
 from cuflash.testing import LAYOUTS, Poisoned
 
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}

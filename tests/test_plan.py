@@ -12,16 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.plan
-from cuflash.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.kernels import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
 from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
 from cuflash.plan import Plan, make_plan, refusals
-from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.tiles import SHARED_MEMORY_KB
 
 DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]

@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen
 
 import cuflash
-from cuflash.arrays import DTYPES, HOST, contiguous_strides
-from cuflash.checks import FLOAT32_MAX, FLOAT32_TINY
-from cuflash.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.problem.arrays import DTYPES, HOST, contiguous_strides
+from cuflash.problem.checks import FLOAT32_MAX, FLOAT32_TINY
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -170,7 +170,7 @@ def test_precision(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if environment is not None:
-        monkeypatch.setattr("cuflash.checks.FLOAT32_PRECISION", "tf32" if environment == "1" else "ieee")
+        monkeypatch.setattr("cuflash.problem.checks.FLOAT32_PRECISION", "tf32" if environment == "1" else "ieee")
     arrays = {"q": zeros(9, 2, 8), "k": zeros(11, 2, 8), "v": zeros(11, 2, 6)}
     if describe is dense:
         arrays = {"q": zeros(5, 8), "k": zeros(7, 8), "v": zeros(7, 6)}

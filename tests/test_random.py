@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
 from cuflash.kernels import KERNELS, KernelSpec
+from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
 from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data
 
 Shape = tuple[int, ...]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuflash.problem.problem.problem import Problem, describe_attention, describe_varlen
 
 from cuflash import combine, params
-from cuflash.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.compile import (
     Resources,
     compile_offline,
@@ -26,7 +26,7 @@ from cuflash.compile import (
 from cuflash.kernels import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.knobs import Settings
 from cuflash.plan import Plan, make_plan
-from cuflash.problem import Problem, describe_attention, describe_varlen
+from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 

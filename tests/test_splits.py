@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import CASES_BY_NAME, DTYPES
 from cpu_cuda.emulator import Emulator, compiler
+from cuflash.problem.problem.problem import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_cuda import assert_right, dtypes, rows
@@ -16,13 +17,12 @@ from test_plan import H200, dense, gpu, packed, square
 
 import cuflash
 from cuflash import launch, plan, reference, workspace
-from cuflash.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.compile import compile_offline
 from cuflash.kernels import KERNELS, KernelSpec, device_of
 from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
 from cuflash.plan import make_plan, refusals
-from cuflash.problem import Problem
+from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.splits import (
     FAST_ENOUGH,
     MAX_SPLITS,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
+from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
 
 Window = tuple[int | None, int | None]
 

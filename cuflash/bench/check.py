@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..arrays import DTYPES
+from ..problem.arrays import DTYPES
 from .cases import Case, Inputs
 
 ALLOWED = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-6, "float64": 4e-15}

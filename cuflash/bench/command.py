@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import knobs
-from ..arrays import FLOAT_NAMES
 from ..demo import choose_backend
 from ..explain import gpu_available
 from ..kernels import kernel_names
-from ..problem import describe_attention
+from ..problem.arrays import FLOAT_NAMES
+from ..problem.problem import describe_attention
 from . import cases as case_table
 from . import report as reports
 from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, stand_ins

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, knobs
-from ..arrays import DTYPES
 from ..compile import source_digest
+from ..problem.arrays import DTYPES
 
 
 class NumpyBackend:

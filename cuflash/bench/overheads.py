@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from .. import launch
-from ..arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..compile import KernelCompileError, compile_offline
 from ..dense import attention
 from ..kernels import KERNELS, Device, KernelSpec, device_of
 from ..knobs import Settings
 from ..plan import make_plan
-from ..problem import describe_attention
+from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from ..problem.problem import describe_attention
 from .device import NumpyBackend, peak_bytes
 
 CAPABILITY = 90

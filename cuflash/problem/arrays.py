@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 import ml_dtypes
 import numpy as np
 
-from .cupy_cache import import_cupy
+from ..cupy_cache import import_cupy
 
 HOST = -1
 """`ArrayInfo.device` of NumPy arrays; GPU arrays hold their CUDA device number."""

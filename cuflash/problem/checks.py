@@ -10,17 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import (
-    DTYPE_NAMES,
-    FLOAT_NAMES,
-    HOST,
-    INTEGER_NAMES,
-    ArrayInfo,
-    inspect,
-    overlaps_itself,
-    share_memory,
-)
-from .knobs import FLOAT32_PRECISION
+from ..knobs import FLOAT32_PRECISION
+from .arrays import DTYPE_NAMES, FLOAT_NAMES, HOST, INTEGER_NAMES, ArrayInfo, inspect, overlaps_itself, share_memory
 
 MAX_HEAD_DIM = 512
 BOUNDARY = 16
