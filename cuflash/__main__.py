@@ -13,8 +13,8 @@ from . import __version__
 from .dense import attention
 from .doctor import doctor
 from .explain import explain
-from .kernels import KERNELS
 from .knobs import options
+from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
 from .varlen import attention_varlen
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import NamedTuple
 
 from .params import BATCH_AXES, DIVISOR, divisor
-from .plan import Build, merge_axes
+from .plan.plan import Build, merge_axes
 from .problem.arrays import ITEMSIZE
 from .problem.problem import Operand
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from . import knobs
 from .cupy_cache import compile_in_memory
-from .plan import Build, Macros, Plan
+from .plan.plan import Build, Macros, Plan
 
 
 class KernelCompileError(RuntimeError):

@@ -6,9 +6,9 @@ import warnings
 
 from .compile import compile_core
 from .cupy_cache import import_cupy
-from .kernels import Device
 from .knobs import AUTOMATIC
-from .plan import Plan, make_plan
+from .plan.plan import Plan, make_plan
+from .plan.table import Device
 from .problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from .problem.problem import describe_attention
 

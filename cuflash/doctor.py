@@ -14,7 +14,7 @@ from .compile import source_digest
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
 from .explain import driver_installed
-from .kernels import KERNELS
+from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
 
 LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}

@@ -16,8 +16,8 @@ from .compile import KernelCompileError, compile_offline, entry_text, kernel_fun
 from .cupy_cache import import_cupy
 from .dense import attention
 from .host import check_settings
-from .kernels import CPU_KERNEL, Device, device_of
-from .plan import Macros, Plan, make_plan, refusals
+from .plan.plan import Macros, Plan, make_plan, refusals
+from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.names import check_options
 from .problem.problem import Problem, describe_attention, describe_varlen

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from . import cpu
-from .kernels import CPU_KERNEL
 from .knobs import AUTOMATIC, Settings, settings
+from .plan.table import CPU_KERNEL
 from .problem.arrays import DTYPES, ArrayInfo, contiguous_strides
 from .problem.problem import Operand, Problem, result_rows
 

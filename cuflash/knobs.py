@@ -79,7 +79,7 @@ _OPEN: ContextVar[tuple[options, ...]] = ContextVar("cuflash_options_open", defa
 
 
 def _check_kernel(name: str, kernel: str) -> None:
-    from .kernels import kernel_names
+    from .plan.table import kernel_names
 
     if kernel and kernel not in kernel_names():
         raise ValueError(f"{name} is {kernel!r}, expected one of {', '.join(kernel_names())}")

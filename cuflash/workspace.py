@@ -10,13 +10,13 @@ import numpy as np
 
 from . import compile as compile_module
 from .combine import NUM_THREADS, Combination, combine_parts
+from .plan.splits import Partial, partial_layout, result_axes
 from .problem.arrays import DTYPES, ArrayInfo
 from .problem.checks import BOUNDARY, workspace_size
 from .problem.problem import Operand, Problem
-from .splits import Partial, partial_layout, result_axes
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan.plan import Plan
 
 
 def combination_of(problem: Problem, num_splits: int) -> Combination:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.table import KERNELS
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
@@ -26,7 +27,6 @@ from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, make_in
 from cuflash.bench.check import Verdict, check, exact_result, poisoned, sampled_rows
 from cuflash.bench.device import GpuBackend, NumpyBackend
 from cuflash.bench.measure import Request
-from cuflash.kernels import KERNELS
 
 ROOT = Path(cuflash.__file__).resolve().parent.parent
 SMALL = Case("small", "float32", 2, 4, 2, 50, 70, 16, 8, causal=True)

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.plan import Plan, make_plan
+from cuflash.plan.plan.table import device_of
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import compile as compile_module
 from cuflash import cupy_cache
 from cuflash.compile import KernelCompileError, kernel_function
-from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
-from cuflash.plan import Plan, make_plan
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 ROOT = Path(cuflash.__file__).parent.parent

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.table import KERNELS
 
 import cuflash
 from cuflash import __main__ as cli
 from cuflash import doctor as doctor_module
 from cuflash.compile import source_digest
-from cuflash.kernels import KERNELS
 from cuflash.knobs import KNOBS, Settings
 from cuflash.problem.arrays import FLOAT_NAMES
 

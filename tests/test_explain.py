@@ -8,18 +8,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import cuflash.plan.plan.plan
 import ml_dtypes
 import numpy as np
 import pytest
+from cuflash.plan.plan.plan import make_plan
+from cuflash.plan.plan.table import KERNELS, device_of
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
-import cuflash.plan
 from cuflash import attention, attention_varlen, explain, options, warmup
 from cuflash.compile import compile_offline, source_digest
-from cuflash.kernels import KERNELS, device_of
 from cuflash.knobs import AUTOMATIC
-from cuflash.plan import make_plan
 
 # The function of the same name hides the module from ordinary imports.
 explain_module = sys.modules["cuflash.explain"]

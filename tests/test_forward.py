@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, DTYPES, TF32_CASES
+from cuflash.plan.plan.plan import make_plan
+from cuflash.plan.plan.table import KERNELS, KernelSpec
 
 import cuflash
 from cuflash.compile import kernel_function
-from cuflash.kernels import KERNELS, KernelSpec
 from cuflash.knobs import Settings
 from cuflash.launch import device_info
-from cuflash.plan import make_plan
 from cuflash.testing import Case, check, describe, make_data, run
 
 

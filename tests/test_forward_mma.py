@@ -9,14 +9,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import cuflash.plan.plan.plan
 import numpy as np
 import pytest
 from cpu_cuda.emulator import Emulator, compiler
+from cuflash.plan.plan.plan import make_plan
 from cuflash.problem.problem.problem import describe_attention
 
-import cuflash.plan
 from cuflash import reference
-from cuflash.plan import make_plan
 from cuflash.testing import Case, check, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.plan import make_plan
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import launch, reference
 from cuflash.compile import compile_offline
 from cuflash.knobs import AUTOMATIC
-from cuflash.plan import make_plan
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)

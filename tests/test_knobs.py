@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.plan import make_plan
+from cuflash.plan.plan.table import KERNELS, device_of, kernel_names
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import knobs
 from cuflash.compile import dump, entry_text
-from cuflash.kernels import KERNELS, device_of, kernel_names
 from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
-from cuflash.plan import make_plan
 
 X = np.ones((2, 5, 8), np.float32)
 PACKAGE = Path(cuflash.__file__).parent

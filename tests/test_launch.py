@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cuflash.plan.plan.plan import make_plan
+from cuflash.plan.plan.splits import result_axes
+from cuflash.plan.plan.table import device_of
 from cuflash.problem.problem.problem import describe_attention, result_rows
 
 import cuflash
 from cuflash import dense, launch
-from cuflash.kernels import device_of
 from cuflash.knobs import AUTOMATIC
-from cuflash.plan import make_plan
 from cuflash.problem.arrays import inspect
-from cuflash.splits import result_axes
 from cuflash.workspace import split_of
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")

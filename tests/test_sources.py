@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cuflash.plan.plan.plan import Plan, make_plan
+from cuflash.plan.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.problem.problem import Problem, describe_attention, describe_varlen
 
 from cuflash import combine, params
@@ -23,9 +25,7 @@ from cuflash.compile import (
     source_digest,
     source_folder,
 )
-from cuflash.kernels import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.knobs import Settings
-from cuflash.plan import Plan, make_plan
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")

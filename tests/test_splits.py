@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 from cases import CASES_BY_NAME, DTYPES
 from cpu_cuda.emulator import Emulator, compiler
-from cuflash.problem.problem.problem import Problem
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_cpu_cuda import assert_right, dtypes, rows
-from test_plan import H200, dense, gpu, packed, square
-
-import cuflash
-from cuflash import launch, plan, reference, workspace
-from cuflash.compile import compile_offline
-from cuflash.kernels import KERNELS, KernelSpec, device_of
-from cuflash.knobs import AUTOMATIC, Settings
-from cuflash.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
-from cuflash.plan import make_plan, refusals
-from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
-from cuflash.splits import (
+from cuflash.plan.plan.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
+from cuflash.plan.plan.plan import make_plan, refusals
+from cuflash.plan.plan.splits import (
     FAST_ENOUGH,
     MAX_SPLITS,
     MIN_KEYS_PER_PACED_SPLIT,
@@ -33,6 +21,19 @@ from cuflash.splits import (
     split_strides,
     visible_keys,
 )
+from cuflash.plan.plan.table import KERNELS, KernelSpec, device_of
+from cuflash.problem.problem.problem import Problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cpu_cuda import assert_right, dtypes, rows
+from test_plan import H200, dense, gpu, packed, square
+
+import cuflash
+from cuflash import launch, reference, workspace
+from cuflash.compile import compile_offline
+from cuflash.knobs import AUTOMATIC, Settings
+from cuflash.plan import plan
+from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.testing import check, describe, make_data, run
 
 emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from .. import knobs
 from ..demo import choose_backend
 from ..explain import gpu_available
-from ..kernels import kernel_names
+from ..plan.table import kernel_names
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.problem import describe_attention
 from . import cases as case_table

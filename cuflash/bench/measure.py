@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from .. import knobs
 from ..dense import attention
 from ..explain import Explanation, explain, warmup
-from ..kernels import CPU_KERNEL, KERNELS
+from ..plan.table import CPU_KERNEL, KERNELS
 from .cases import Case, Inputs, make_inputs, stand_ins
 from .check import Exact, check, exact_result, poisoned
 from .device import NumpyBackend

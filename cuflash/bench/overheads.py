@@ -18,9 +18,9 @@ import numpy as np
 from .. import launch
 from ..compile import KernelCompileError, compile_offline
 from ..dense import attention
-from ..kernels import KERNELS, Device, KernelSpec, device_of
 from ..knobs import Settings
-from ..plan import make_plan
+from ..plan.plan import make_plan
+from ..plan.table import KERNELS, Device, KernelSpec, device_of
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..problem.problem import describe_attention
 from .device import NumpyBackend, peak_bytes

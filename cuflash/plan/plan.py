@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from .kernels import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
-from .knobs import Settings
+from ..knobs import Settings
+from ..params import BATCH_AXES
+from ..problem.arrays import ITEMSIZE
+from ..problem.problem import Problem, common_alignment
 from .pace import Walk, pace_of
-from .params import BATCH_AXES
-from .problem.arrays import ITEMSIZE
-from .problem.problem import Problem, common_alignment
 from .splits import (
     ENOUGH_THREADS,
     Partial,
@@ -22,6 +21,7 @@ from .splits import (
     partial_results,
     visible_keys,
 )
+from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
 from .worth import TALL_TILE, Rows, TileWorth, worth_a_tile
 
 MAX_GRID = 2**31 - 1

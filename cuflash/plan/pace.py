@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .problem.problem import Problem
+from ..problem.problem import Problem
 
 COMBINE = 4.0
 """Of the second launch, which joins partial results."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .kernels import Device, KernelSpec
+from ..problem.problem import Problem
 from .pace import Walk, pace_of, times_by_splits
-from .problem.problem import Problem
 from .splits import VisibleKeys, splits_allowed
+from .table import Device, KernelSpec
 
 SMALLEST_USEFUL_TILE = 16
 """Rows below which a tile saves nothing: its keys are loaded all the same."""

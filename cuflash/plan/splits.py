@@ -6,9 +6,9 @@ from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from ..problem.arrays import ITEMSIZE, contiguous_strides
+from ..problem.problem import Operand, Problem, alignment_of
 from .pace import Pace, Walk, fewest_splits
-from .problem.arrays import ITEMSIZE, contiguous_strides
-from .problem.problem import Operand, Problem, alignment_of
 
 MAX_SPLITS = 128
 MIN_KEYS_PER_SPLIT = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .problem.problem import Problem
+from ..problem.problem import Problem
 from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
 
 

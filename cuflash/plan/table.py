@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .problem.arrays import FLOAT_NAMES
-from .problem.problem import Problem
+from ..problem.arrays import FLOAT_NAMES
+from ..problem.problem import Problem
 from .splits import MIN_KEYS_PER_SPLIT
 from .tiles import Device as Device
 from .tiles import Tile as Tile

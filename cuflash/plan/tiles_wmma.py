@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .problem.arrays import ITEMSIZE
-from .problem.problem import Problem, common_alignment
+from ..problem.arrays import ITEMSIZE
+from ..problem.problem import Problem, common_alignment
 from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
