@@ -38,7 +38,7 @@ def _compile_at_import() -> None:
     from .explain import driver_installed
 
     if driver_installed():
-        from .core import compile_core_kernels
+        from .gpu.core import compile_core_kernels
 
         compile_core_kernels()
 

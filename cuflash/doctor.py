@@ -10,10 +10,10 @@ import ml_dtypes
 import numpy as np
 
 from . import knobs, reference
-from .compile import source_digest
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
 from .explain import driver_installed
+from .gpu.compile import source_digest
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
 

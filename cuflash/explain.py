@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from . import knobs
-from .compile import KernelCompileError, compile_offline, entry_text, kernel_function
 from .cupy_cache import import_cupy
 from .dense import attention
+from .gpu.compile import KernelCompileError, compile_offline, entry_text, kernel_function
+from .gpu.workspace import combination_of
 from .host import check_settings
 from .plan.plan import Macros, Plan, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
@@ -22,7 +23,6 @@ from .problem import arrays
 from .problem.names import check_options
 from .problem.problem import Problem, describe_attention, describe_varlen
 from .varlen import attention_varlen
-from .workspace import combination_of
 
 _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
@@ -221,7 +221,7 @@ def _describe(
         return problem, device_of(capability), 0
     if device_id == arrays.HOST:
         return problem, None, 0
-    from .launch import device_info
+    from .gpu.launch import device_info
 
     return problem, device_info(device_id), device_id
 

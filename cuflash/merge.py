@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
-from .combine import MAX_PARTS, Combination, combine_parts
-from .compile import kernel_function
+from .gpu.combine import MAX_PARTS, Combination, combine_parts
+from .gpu.compile import kernel_function
+from .gpu.workspace import Result, allocate_with_workspace, launch_combination
 from .host import allocate
 from .plan.splits import partial_layout
 from .problem.arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
 from .problem.checks import same_device
 from .problem.problem import Operand, alignment_of
-from .workspace import Result, allocate_with_workspace, launch_combination
 
 if TYPE_CHECKING:
     from .problem.types import AnyArray, NumpyArray, Pair

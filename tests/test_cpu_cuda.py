@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
 from test_random import assert_right_twice as assert_call_right_twice
 
-from cuflash import launch
+from cuflash.gpu import launch
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.testing import Case, check, describe, make_data, run
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from cpu_cuda.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
 
-from cuflash.compile import compiler_options, source_digest, source_folder
-from cuflash.params import divisor
+from cuflash.gpu.compile import compiler_options, source_digest, source_folder
+from cuflash.gpu.params import divisor
 from cuflash.problem.arrays import DTYPES
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

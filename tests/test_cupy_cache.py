@@ -21,9 +21,9 @@ from cuflash.plan.plan.table import device_of
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
-from cuflash import compile as compile_module
 from cuflash import cupy_cache
-from cuflash.compile import KernelCompileError, kernel_function
+from cuflash.gpu import compile as compile_module
+from cuflash.gpu.compile import KernelCompileError, kernel_function
 from cuflash.knobs import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")

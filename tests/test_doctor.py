@@ -14,7 +14,7 @@ from cuflash.plan.plan.table import KERNELS
 import cuflash
 from cuflash import __main__ as cli
 from cuflash import doctor as doctor_module
-from cuflash.compile import source_digest
+from cuflash.gpu.compile import source_digest
 from cuflash.knobs import KNOBS, Settings
 from cuflash.problem.arrays import FLOAT_NAMES
 
@@ -48,7 +48,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch, available: bool, count: int = 1) 
     monkeypatch.setattr(doctor_module, "driver_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    monkeypatch.setattr("cuflash.launch._found_gpu_type", None)  # it is kept, and would be that of the toaster
+    monkeypatch.setattr("cuflash.gpu.launch._found_gpu_type", None)  # it is kept, and would be that of the toaster
     right = doctor_module.attention
     monkeypatch.setattr(
         doctor_module, "attention", lambda q, *others, **options: right(q, *others, **options).view(type(q))

@@ -18,7 +18,7 @@ from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import attention, attention_varlen, explain, options, warmup
-from cuflash.compile import compile_offline, source_digest
+from cuflash.gpu.compile import compile_offline, source_digest
 from cuflash.knobs import AUTOMATIC
 
 # The function of the same name hides the module from ordinary imports.
@@ -347,7 +347,7 @@ def test_gpu_arrays_and_stand_ins_agree() -> None:
 def test_warmup_compiles_once_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from cuflash import compile as compile_module
+    from cuflash.gpu import compile as compile_module
 
     built = []
     build = compile_module._build

@@ -13,9 +13,9 @@ from cuflash.plan.plan.plan import make_plan
 from cuflash.plan.plan.table import KERNELS, KernelSpec
 
 import cuflash
-from cuflash.compile import kernel_function
+from cuflash.gpu.compile import kernel_function
+from cuflash.gpu.launch import device_info
 from cuflash.knobs import Settings
-from cuflash.launch import device_info
 from cuflash.testing import Case, check, describe, make_data, run
 
 

@@ -12,8 +12,9 @@ from cuflash.plan.plan.plan import make_plan
 from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
-from cuflash import launch, reference
-from cuflash.compile import compile_offline
+from cuflash import reference
+from cuflash.gpu import launch
+from cuflash.gpu.compile import compile_offline
 from cuflash.knobs import AUTOMATIC
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from cpu_cuda.emulator import shadow_sources
 from cuflash.plan.plan.table import KERNELS, KernelSpec
 from test_sources import representative_plans
 
-from cuflash.compile import entry_text
+from cuflash.gpu.compile import entry_text
 
 HERE = Path(__file__).resolve().parent / "hip"
 PORTED = ("forward_scalar", "forward_wmma")

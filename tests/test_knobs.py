@@ -22,7 +22,7 @@ from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import knobs
-from cuflash.compile import dump, entry_text
+from cuflash.gpu.compile import dump, entry_text
 from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
 
 X = np.ones((2, 5, 8), np.float32)
@@ -351,7 +351,7 @@ def test_dump_writes_what_is_compiled(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_dump_happens_when_a_kernel_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import cupy
 
-    from cuflash import compile as compile_module
+    from cuflash.gpu import compile as compile_module
 
     monkeypatch.setattr(compile_module, "_functions", {})
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path))

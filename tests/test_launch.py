@@ -16,10 +16,11 @@ from cuflash.plan.plan.table import device_of
 from cuflash.problem.problem.problem import describe_attention, result_rows
 
 import cuflash
-from cuflash import dense, launch
+from cuflash import dense
+from cuflash.gpu import launch
+from cuflash.gpu.workspace import split_of
 from cuflash.knobs import AUTOMATIC
 from cuflash.problem.arrays import inspect
-from cuflash.workspace import split_of
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 

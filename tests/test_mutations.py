@@ -31,7 +31,7 @@ from test_forward_mma import (
 )
 
 from cuflash import attention, reference
-from cuflash.compile import source_folder
+from cuflash.gpu.compile import source_folder
 from cuflash.testing import check, describe, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

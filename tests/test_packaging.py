@@ -96,7 +96,7 @@ def test_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> 
         "q = numpy.ones((3, 16), numpy.float32)\n"
         "assert (cuflash.attention(q, q, q) == 1).all()\n"
         "print(cuflash.__file__)\n"
-        "print(cuflash.compile.source_folder())"
+        "print(cuflash.gpu.compile.source_folder())"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "CUDA_VISIBLE_DEVICES": ""}
     module, sources = map(Path, _run_python(code, cwd=tmp_path, env=environment).split())

@@ -20,8 +20,8 @@ from cuflash.problem.problem.problem import Operand, Problem, describe_attention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash.gpu.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
 from cuflash.knobs import AUTOMATIC, Settings
-from cuflash.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 
 DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]

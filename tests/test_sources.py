@@ -15,8 +15,8 @@ from cuflash.plan.plan.plan import Plan, make_plan
 from cuflash.plan.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.problem.problem import Problem, describe_attention, describe_varlen
 
-from cuflash import combine, params
-from cuflash.compile import (
+from cuflash.gpu import combine, params
+from cuflash.gpu.compile import (
     Resources,
     compile_offline,
     compiler_options,

@@ -29,8 +29,9 @@ from test_cpu_cuda import assert_right, dtypes, rows
 from test_plan import H200, dense, gpu, packed, square
 
 import cuflash
-from cuflash import launch, reference, workspace
-from cuflash.compile import compile_offline
+from cuflash import reference
+from cuflash.gpu import launch, workspace
+from cuflash.gpu.compile import compile_offline
 from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.plan import plan
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME

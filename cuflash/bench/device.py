@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__, knobs
-from ..compile import source_digest
+from ..gpu.compile import source_digest
 from ..problem.arrays import DTYPES
 
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from .. import launch
-from ..compile import KernelCompileError, compile_offline
 from ..dense import attention
+from ..gpu import launch
+from ..gpu.compile import KernelCompileError, compile_offline
 from ..knobs import Settings
 from ..plan.plan import make_plan
 from ..plan.table import KERNELS, Device, KernelSpec, device_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from ..gpu.params import BATCH_AXES
 from ..knobs import Settings
-from ..params import BATCH_AXES
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Problem, common_alignment
 from .pace import Walk, pace_of

@@ -24,15 +24,15 @@ from cuflash.plan.plan.splits import split_strides
 from cuflash.plan.plan.table import KERNELS, Device, device_of
 from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
 
-from cuflash.combine import NUM_THREADS
-from cuflash.compile import entry_text, source_digest, source_folder
+from cuflash.gpu.combine import NUM_THREADS
+from cuflash.gpu.compile import entry_text, source_digest, source_folder
+from cuflash.gpu.launch import _parts
+from cuflash.gpu.params import POINTERS, pack_form, pack_pointers_into
+from cuflash.gpu.workspace import combination_of
 from cuflash.knobs import Settings
-from cuflash.launch import _parts
 from cuflash.merge import Parts, describe_parts, merge_steps, merge_workspace, result_operands
-from cuflash.params import POINTERS, pack_form, pack_pointers_into
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.testing import Case
-from cuflash.workspace import combination_of
 
 HERE = Path(__file__).resolve().parent
 BUILD = HERE.parent.parent / "build" / "cpu_cuda"

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from .plan.splits import split_strides
-from .problem.arrays import ITEMSIZE
-from .problem.problem import Operand, Problem
+from ..plan.splits import split_strides
+from ..problem.arrays import ITEMSIZE
+from ..problem.problem import Operand, Problem
 
 if TYPE_CHECKING:
-    from .plan.plan import Plan
+    from ..plan.plan import Plan
 
 BATCH_AXES = 4
 

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..plan.splits import Partial, partial_layout, result_axes
+from ..problem.arrays import DTYPES, ArrayInfo
+from ..problem.checks import BOUNDARY, workspace_size
+from ..problem.problem import Operand, Problem
 from . import compile as compile_module
 from .combine import NUM_THREADS, Combination, combine_parts
-from .plan.splits import Partial, partial_layout, result_axes
-from .problem.arrays import DTYPES, ArrayInfo
-from .problem.checks import BOUNDARY, workspace_size
-from .problem.problem import Operand, Problem
 
 if TYPE_CHECKING:
-    from .plan.plan import Plan
+    from ..plan.plan import Plan
 
 
 def combination_of(problem: Problem, num_splits: int) -> Combination:

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
-from . import knobs
-from .cupy_cache import compile_in_memory
-from .plan.plan import Build, Macros, Plan
+from .. import knobs
+from ..cupy_cache import compile_in_memory
+from ..plan.plan import Build, Macros, Plan
 
 
 class KernelCompileError(RuntimeError):
@@ -27,7 +27,7 @@ class KernelCompileError(RuntimeError):
 @lru_cache(maxsize=1)
 def source_folder() -> Path:
     """Folder of the CUDA sources: inside the installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for folder in (package / "cuda_src", package.parent / "cuda_src"):
         if (folder / "common" / "config.cuh").is_file():
             return folder

@@ -14,9 +14,15 @@ from typing import Any
 
 import numpy as np
 
+from ..host import HostCall, execute_on_host, find_on_host
+from ..knobs import settings
+from ..plan.plan import MAX_GRID, Plan, make_plan, plan_other_lengths
+from ..plan.splits import partial_results, result_axes
+from ..plan.table import Device
+from ..problem.arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from ..problem.checks import workspace_size
+from ..problem.problem import Operand, Problem, result_rows
 from . import compile as compile_module
-from .host import HostCall, execute_on_host, find_on_host
-from .knobs import settings
 from .params import (
     POINTERS,
     POINTERS_SIZE,
@@ -26,12 +32,6 @@ from .params import (
     pack_pointers_into,
     pack_problem_lengths,
 )
-from .plan.plan import MAX_GRID, Plan, make_plan, plan_other_lengths
-from .plan.splits import partial_results, result_axes
-from .plan.table import Device
-from .problem.arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
-from .problem.checks import workspace_size
-from .problem.problem import Operand, Problem, result_rows
 from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 
 CACHE_SIZE = 4096

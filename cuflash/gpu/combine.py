@@ -8,10 +8,10 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ..plan.plan import Build, merge_axes
+from ..problem.arrays import ITEMSIZE
+from ..problem.problem import Operand
 from .params import BATCH_AXES, DIVISOR, divisor
-from .plan.plan import Build, merge_axes
-from .problem.arrays import ITEMSIZE
-from .problem.problem import Operand
 
 ROW_AXES = BATCH_AXES + 2
 MAX_PARTS = 16

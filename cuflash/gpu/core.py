@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 
+from ..cupy_cache import import_cupy
+from ..knobs import AUTOMATIC
+from ..plan.plan import Plan, make_plan
+from ..plan.table import Device
+from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from ..problem.problem import describe_attention
 from .compile import compile_core
-from .cupy_cache import import_cupy
-from .knobs import AUTOMATIC
-from .plan.plan import Plan, make_plan
-from .plan.table import Device
-from .problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
-from .problem.problem import describe_attention
 
 CORE_HEAD_DIMS = (64, 128)
 
