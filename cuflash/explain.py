@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from . import knobs
+from .cpu.execute import check_settings
 from .cupy_cache import import_cupy
 from .dense import attention
 from .gpu.compile import KernelCompileError, compile_offline, entry_text, kernel_function
 from .gpu.workspace import combination_of
-from .host import check_settings
 from .plan.plan import Macros, Plan, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays

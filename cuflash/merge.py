@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import numpy as np
 
+from .cpu.execute import allocate
 from .gpu.combine import MAX_PARTS, Combination, combine_parts
 from .gpu.compile import kernel_function
 from .gpu.workspace import Result, allocate_with_workspace, launch_combination
-from .host import allocate
 from .plan.splits import partial_layout
 from .problem.arrays import DTYPES, FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
 from .problem.checks import same_device

@@ -17,7 +17,11 @@ import pytest
 from threadpoolctl import threadpool_info
 
 import cuflash
-from cuflash import cpu, cpu_blocks, cpu_tile, host, reference
+from cuflash import reference
+from cuflash.cpu import attention as cpu
+from cuflash.cpu import blocks as cpu_blocks
+from cuflash.cpu import execute as host
+from cuflash.cpu import tile as cpu_tile
 
 DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)

@@ -14,7 +14,10 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import cpu, cpu_blocks, host, reference
+from cuflash import reference
+from cuflash.cpu import attention as cpu
+from cuflash.cpu import blocks as cpu_blocks
+from cuflash.cpu import execute as host
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]

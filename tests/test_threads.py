@@ -16,17 +16,19 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
+from cuflash.cpu.attention.threads import run_on_threads
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import cuflash
-from cuflash import cpu, threads
-from cuflash.threads import run_on_threads
+from cuflash.cpu import attention as cpu
+from cuflash.cpu import threads
 
 ROOT = Path(cuflash.__file__).parent.parent
 PROGRAM = """
 import atexit, signal, sys, threading, time
 import numpy as np, cuflash
-from cuflash import cpu, threads
+from cuflash.cpu import attention as cpu
+from cuflash.cpu import threads
 cpu.THREAD_COST = 1  # so that short calls have helpers
 q, k, v = np.random.default_rng(0).standard_normal((3, 4, 300, 32), dtype=np.float32)
 call = lambda: cuflash.attention(q, k, v, causal=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..host import HostCall, execute_on_host, find_on_host
+from ..cpu.execute import HostCall, execute_on_host, find_on_host
 from ..knobs import settings
 from ..plan.plan import MAX_GRID, Plan, make_plan, plan_other_lengths
 from ..plan.splits import partial_results, result_axes

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .problem.problem import Problem
+from ..problem.problem import Problem
 
 TILE_BYTES = 2**20
 """Limit for the scores, the queries, the keys and the values of a tile, which a cache holds."""

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cpu_blocks import Array, Block
-from .cpu_scores import Scratch
-from .problem.problem import Problem
+from ..problem.problem import Problem
+from .blocks import Array, Block
+from .scores import Scratch
 
 FOLDABLE = (2.0**-20, 2.0**20)
 """Factors that may be multiplied into q, which is cheaper than into the scores; beyond, q might overflow."""

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from . import cpu
-from .knobs import AUTOMATIC, Settings, settings
-from .plan.table import CPU_KERNEL
-from .problem.arrays import DTYPES, ArrayInfo, contiguous_strides
-from .problem.problem import Operand, Problem, result_rows
+from ..knobs import AUTOMATIC, Settings, settings
+from ..plan.table import CPU_KERNEL
+from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
+from ..problem.problem import Operand, Problem, result_rows
+from . import attention as cpu
 
 CACHE_SIZE = 1024
 _NO_OPTIONS = (None, None, None, None)

@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .cpu_blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
-from .cpu_direct import attend_directly, is_plain
-from .cpu_scores import Scratch, keys_last
-from .cpu_tile import Arithmetic, operand, scale_queries, to_logits
-from .knobs import num_threads
-from .problem.checks import clamp_offset
-from .problem.problem import Problem
+from ..knobs import num_threads
+from ..problem.checks import clamp_offset
+from ..problem.problem import Problem
+from .blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
+from .direct import attend_directly, is_plain
+from .scores import Scratch, keys_last
 from .threads import run_alone, run_on_threads
+from .tile import Arithmetic, operand, scale_queries, to_logits
 
 SCRATCH_BYTES = 48 * 2**20
 """Limit for the scratch memory of all threads together."""

@@ -10,10 +10,10 @@ from math import isfinite
 
 import numpy as np
 
-from .cpu_blocks import Array, Block
-from .cpu_scores import Scratch, keys_last
-from .cpu_tile import FOLDABLE, Arithmetic, edges_of, operand, scale_queries
-from .problem.problem import Problem
+from ..problem.problem import Problem
+from .blocks import Array, Block
+from .scores import Scratch, keys_last
+from .tile import FOLDABLE, Arithmetic, edges_of, operand, scale_queries
 
 
 def is_plain(problem: Problem) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from .cpu_blocks import Array, Sequence
+from .blocks import Array, Sequence
 
 KEYS_PER_ROW = 8
 """With more keys for each row of a head, keys are the last axis of the scores in memory."""
