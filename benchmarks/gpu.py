@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan.plan.table import KERNELS
+from cuflash.plan.table import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests", "-m"]

@@ -12,10 +12,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from cuflash import knobs
 from cuflash.bench.cases import Inputs
 from cuflash.bench.check import visible
 from cuflash.bench.measure import Peer
+from cuflash.settings import num_threads
 
 BACKENDS = {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """Of PyTorch's scaled_dot_product_attention."""
@@ -111,7 +111,7 @@ def torch_cpu(inputs: Inputs) -> Callable[[], Any]:
             else torch.from_numpy(x)
         )
 
-    torch.set_num_threads(knobs.num_threads())
+    torch.set_num_threads(num_threads())
     tensors = [tensor(x) for x in inputs[1:4]]
     options = torch_options(inputs, tensor)
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)

@@ -17,9 +17,9 @@ os.environ.setdefault("CUFLASH_COMPILE", "lazy")
 
 import cupy
 from cases import CASES, DTYPES, TF32_CASES
-from cuflash.plan.plan.table import KERNELS
 
 import cuflash
+from cuflash.plan.table import KERNELS
 from cuflash.testing import make_data, run
 
 

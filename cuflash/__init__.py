@@ -11,8 +11,8 @@ from . import reference
 from .dense import attention
 from .doctor import show_config
 from .explain import Explanation, explain, warmup
-from .knobs import check_environment, options
 from .merge import merge_attention_states
+from .options import check_environment, options
 from .varlen import attention_varlen
 
 __all__ = [
@@ -26,9 +26,9 @@ def __dir__() -> list[str]:
 
 
 def _compile_at_import() -> None:
-    from . import knobs
+    from .settings import read
 
-    mode = knobs.read("CUFLASH_COMPILE")
+    mode = read("CUFLASH_COMPILE")
     if mode not in ("import", "lazy"):
         import warnings
 

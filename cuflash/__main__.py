@@ -13,7 +13,7 @@ from . import __version__
 from .dense import attention
 from .doctor import doctor
 from .explain import explain
-from .knobs import options
+from .options import options
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
 from .varlen import attention_varlen

@@ -9,13 +9,15 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from . import knobs, reference
+from . import reference
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
 from .explain import driver_installed
 from .gpu.compile import source_digest
+from .options import options
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
+from .settings import KNOBS, num_threads, read, settings, unknown
 
 LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}
 """Of a healthy back end, relative, by dtype."""
@@ -50,7 +52,7 @@ def doctor() -> int:
     gpus = _look_for_gpus()
     _show_config(gpus)
     failed = []
-    with knobs.options(kernel="", tile=""):
+    with options(kernel="", tile=""):
         for name, xp, device in _backends(gpus):
             with device:
                 for dtype in FLOAT_NAMES:
@@ -95,7 +97,7 @@ def _verdict(gpus: _Gpus, failed: list[str]) -> str:
         verdict = f"ready, on {' and '.join(gpus.names)}, and for NumPy arrays on the CPU"
     else:
         verdict = f"ready for NumPy arrays only: {gpus.missing}"
-    chosen = knobs.settings()
+    chosen = settings()
     for variable, value in (("CUFLASH_KERNEL", chosen.kernel), ("CUFLASH_TILE", chosen.tile)):
         if value:
             verdict += f"; but {variable}={value} is set, and calls that it cannot serve raise"
@@ -108,16 +110,16 @@ def _show_config(gpus: _Gpus) -> None:
     print(
         f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {platform.platform()}"
     )
-    print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {knobs.num_threads()} threads")
+    print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {num_threads()} threads")
     for line in gpus.lines:
         print(line)
     print("kernels:")
     for spec in KERNELS:
         print(f"  {spec.name}: {spec.summary}")
     print("settings:")
-    for knob in knobs.KNOBS:
-        print(f"  {f'{knob.variable}={knobs.read(knob.variable)}':<24}  {knob.meaning}")
-    for variable in knobs.unknown():
+    for knob in KNOBS:
+        print(f"  {f'{knob.variable}={read(knob.variable)}':<24}  {knob.meaning}")
+    for variable in unknown():
         print(f"  {variable}: is set, but there is no such setting")
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from . import knobs
 from .cpu.execute import check_settings
 from .cupy_cache import import_cupy
 from .dense import attention
@@ -22,6 +21,7 @@ from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.names import check_options
 from .problem.problem import Problem, describe_attention, describe_varlen
+from .settings import num_threads, settings
 from .varlen import attention_varlen
 
 _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
@@ -124,10 +124,10 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     'forward_mma'
     """
     problem, gpu, _ = _describe("explain", function, args, options, device)
-    chosen = knobs.settings()
+    chosen = settings()
     if gpu is None:
         check_settings(chosen)
-        return Explanation(problem, CPU_KERNEL, "", None, None, 0, knobs.num_threads(), 0, 0, None, None, ())
+        return Explanation(problem, CPU_KERNEL, "", None, None, 0, num_threads(), 0, 0, None, None, ())
     plan = make_plan(problem, gpu, chosen)
     registers, spills = _resources(plan, gpu)
     ahead = []
@@ -161,7 +161,7 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     """
     problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
-        plan = make_plan(problem, gpu, knobs.settings())
+        plan = make_plan(problem, gpu, settings())
         kernel_function(plan, device_id)
         if plan.num_splits > 1:
             kernel_function(combination_of(problem, plan.num_splits).build, device_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-from .gpu.launch import execute, find
+from .dispatch import execute, find
 from .problem.checks import hashable_window
 from .problem.names import check_options, explains_unknown_options
 from .problem.problem import describe_varlen

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.table import KERNELS
-from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import reference
@@ -27,6 +25,8 @@ from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, make_in
 from cuflash.bench.check import Verdict, check, exact_result, poisoned, sampled_rows
 from cuflash.bench.device import GpuBackend, NumpyBackend
 from cuflash.bench.measure import Request
+from cuflash.plan.table import KERNELS
+from cuflash.problem.problem import describe_attention
 
 ROOT = Path(cuflash.__file__).resolve().parent.parent
 SMALL = Case("small", "float32", 2, 4, 2, 50, 70, 16, 8, causal=True)

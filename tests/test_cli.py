@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.table import KERNELS
 
 import cuflash
 from cuflash import __main__ as cli
+from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 
 ROOT = Path(cuflash.__file__).parent.parent

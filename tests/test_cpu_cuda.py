@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
 from cpu_cuda.emulator import Emulator, compiler
-from cuflash.plan.plan.table import KERNELS, KernelSpec, device_of
-from cuflash.problem.problem.problem import describe_attention, describe_varlen
 from hypothesis import given, settings
 from test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
 from test_random import assert_right_twice as assert_call_right_twice
 
 from cuflash.gpu import launch
+from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
+from cuflash.problem.problem import describe_attention, describe_varlen
 from cuflash.testing import Case, check, describe, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import Plan, make_plan
-from cuflash.plan.plan.table import device_of
-from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import cupy_cache
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu.compile import KernelCompileError, kernel_function
-from cuflash.knobs import AUTOMATIC
+from cuflash.plan.plan import Plan, make_plan
+from cuflash.plan.table import device_of
+from cuflash.problem.problem import describe_attention
+from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 ROOT = Path(cuflash.__file__).parent.parent

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.table import KERNELS
 
 import cuflash
 from cuflash import __main__ as cli
 from cuflash import doctor as doctor_module
 from cuflash.gpu.compile import source_digest
-from cuflash.knobs import KNOBS, Settings
+from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
+from cuflash.settings import KNOBS, Settings
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_a_chosen_kernel_is_no_failure_but_named(
     verdict = capsys.readouterr().out.splitlines()[-1]
     assert "; but CUFLASH_KERNEL=forward_mma is set, and calls that it cannot serve raise" in verdict
     assert "; but CUFLASH_TILE=64x64 is set, and calls that it cannot serve raise" in verdict
-    assert Settings("", "", False) == doctor_module.knobs.settings()
+    assert Settings("", "", False) == doctor_module.settings()
 
 
 @pytest.mark.gpu

@@ -8,18 +8,18 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import cuflash.plan.plan.plan
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import make_plan
-from cuflash.plan.plan.table import KERNELS, device_of
-from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
+import cuflash.plan.plan
 from cuflash import attention, attention_varlen, explain, options, warmup
 from cuflash.gpu.compile import compile_offline, source_digest
-from cuflash.knobs import AUTOMATIC
+from cuflash.plan.plan import make_plan
+from cuflash.plan.table import KERNELS, device_of
+from cuflash.problem.problem import describe_attention
+from cuflash.settings import AUTOMATIC
 
 # The function of the same name hides the module from ordinary imports.
 explain_module = sys.modules["cuflash.explain"]
@@ -138,9 +138,9 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     last = KERNELS[-1]
     narrow = last._replace(name="narrow", dtypes=("float16",))
     narrower = narrow._replace(name="narrower", max_head_dim=32)
-    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrower, narrow, last))
-    monkeypatch.setattr(cuflash.plan, "_choices", {})
-    monkeypatch.setattr(cuflash.plan, "_specs", {})
+    monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrower, narrow, last))
+    monkeypatch.setattr(cuflash.plan.plan, "_choices", {})
+    monkeypatch.setattr(cuflash.plan.plan, "_specs", {})
     x = StandIn((4, 5, 64), np.float32)
     explanation = explain(attention, x, x, x, device=90)
     assert explanation.kernel == last.name

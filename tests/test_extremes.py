@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from cpu_cuda import emulator
 from cpu_cuda.emulator import Emulator, compiler
-from cuflash.plan.plan.table import KERNELS
 
 import cuflash
 from cuflash import reference
+from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import DTYPES
 
 FLOAT32 = np.finfo(np.float32)

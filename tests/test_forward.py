@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, DTYPES, TF32_CASES
-from cuflash.plan.plan.plan import make_plan
-from cuflash.plan.plan.table import KERNELS, KernelSpec
 
 import cuflash
 from cuflash.gpu.compile import kernel_function
 from cuflash.gpu.launch import device_info
-from cuflash.knobs import Settings
+from cuflash.plan.plan import make_plan
+from cuflash.plan.table import KERNELS, KernelSpec
+from cuflash.settings import Settings
 from cuflash.testing import Case, check, describe, make_data, run
 
 

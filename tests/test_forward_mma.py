@@ -9,14 +9,14 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import cuflash.plan.plan.plan
 import numpy as np
 import pytest
 from cpu_cuda.emulator import Emulator, compiler
-from cuflash.plan.plan.plan import make_plan
-from cuflash.problem.problem.problem import describe_attention
 
+import cuflash.plan.plan
 from cuflash import reference
+from cuflash.plan.plan import make_plan
+from cuflash.problem.problem import describe_attention
 from cuflash.testing import Case, check, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -48,7 +48,7 @@ def turns(emulator: Emulator) -> None:
     for heads, heads_kv, planes in ((5, 5, 4), (6, 2, 12)):
         q, k = draw(3, heads, 100, 16), draw(3, heads_kv, 100, 16, seed=1)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(cuflash.plan, "CACHED_BYTES", 4 * 100 * 2 * 16 * 2 + 1)
+            patch.setattr(cuflash.plan.plan, "CACHED_BYTES", 4 * 100 * 2 * 16 * 2 + 1)
             plan = make_plan(describe_attention(q, k, k, causal=True)[0], emulator.device, emulator.settings)
             if emulator.spec.name == "forward_mma":
                 assert plan.planes_at_once == planes and 3 * heads % planes and plan.num_m_blocks == 2

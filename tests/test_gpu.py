@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import make_plan
-from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch
 from cuflash.gpu.compile import compile_offline
-from cuflash.knobs import AUTOMATIC
+from cuflash.plan.plan import make_plan
+from cuflash.problem.problem import describe_attention
+from cuflash.settings import AUTOMATIC
 
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed", exc_type=ImportError)

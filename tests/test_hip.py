@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from cpu_cuda.emulator import shadow_sources
-from cuflash.plan.plan.table import KERNELS, KernelSpec
 from test_sources import representative_plans
 
 from cuflash.gpu.compile import entry_text
+from cuflash.plan.table import KERNELS, KernelSpec
 
 HERE = Path(__file__).resolve().parent / "hip"
 PORTED = ("forward_scalar", "forward_wmma")

@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import make_plan
-from cuflash.plan.plan.table import KERNELS, device_of, kernel_names
-from cuflash.problem.problem.problem import describe_attention
 
 import cuflash
-from cuflash import knobs
 from cuflash.gpu.compile import dump, entry_text
-from cuflash.knobs import AUTOMATIC, KNOBS, Settings, settings
+from cuflash.plan.plan import make_plan
+from cuflash.plan.table import KERNELS, device_of, kernel_names
+from cuflash.problem.problem import describe_attention
+from cuflash.settings import AUTOMATIC, KNOBS, Settings, num_threads, read, settings
 
 X = np.ones((2, 5, 8), np.float32)
 PACKAGE = Path(cuflash.__file__).parent
@@ -226,7 +225,7 @@ def in_a_new_process(code: str, **environment: str) -> str:
     ids=str,
 )
 def test_environment_gives_the_defaults(environment: dict[str, str], expected: Settings) -> None:
-    code = "from cuflash.knobs import settings; print(settings())"
+    code = "from cuflash.settings import settings; print(settings())"
     assert in_a_new_process(code, **environment) == f"{expected}\n"
 
 
@@ -301,17 +300,17 @@ def test_log_is_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_num_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert knobs.num_threads() == usable
+    assert num_threads() == usable
     for text in ("", "1", "7"):
         monkeypatch.setenv("CUFLASH_NUM_THREADS", text)
-        assert knobs.num_threads() == (int(text) if text else usable)
+        assert num_threads() == (int(text) if text else usable)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", " ", "²"])
 def test_num_threads_must_be_positive(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUFLASH_NUM_THREADS", text)
     with pytest.raises(ValueError, match=f"CUFLASH_NUM_THREADS is '{re.escape(text)}', expected a positive int"):
-        knobs.num_threads()
+        num_threads()
 
 
 @pytest.mark.parametrize("length", [0, 4])
@@ -396,8 +395,8 @@ def test_every_variable_has_one_place() -> None:
 
 
 def test_read_takes_the_environment_over_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert knobs.read("CUFLASH_COMPILE") == "import"
+    assert read("CUFLASH_COMPILE") == "import"
     monkeypatch.setenv("CUFLASH_COMPILE", "lazy")
-    assert knobs.read("CUFLASH_COMPILE") == "lazy"
+    assert read("CUFLASH_COMPILE") == "lazy"
     with pytest.raises(KeyError):
-        knobs.read("CUFLASH_NO_SUCH_THING")
+        read("CUFLASH_NO_SUCH_THING")

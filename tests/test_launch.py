@@ -10,17 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import make_plan
-from cuflash.plan.plan.splits import result_axes
-from cuflash.plan.plan.table import device_of
-from cuflash.problem.problem.problem import describe_attention, result_rows
 
 import cuflash
 from cuflash import dense
 from cuflash.gpu import launch
 from cuflash.gpu.workspace import split_of
-from cuflash.knobs import AUTOMATIC
+from cuflash.plan.plan import make_plan
+from cuflash.plan.splits import result_axes
+from cuflash.plan.table import device_of
 from cuflash.problem.arrays import inspect
+from cuflash.problem.problem import describe_attention, result_rows
+from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 

@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 from cases import CASES_BY_NAME
 from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
-from cuflash.plan.plan.table import HELPERS, KERNELS
-from cuflash.problem.problem.problem import describe_attention
 from test_cpu_cuda import MALFORMED, malformed
 from test_forward_mma import (
     alibi,
@@ -32,6 +30,8 @@ from test_forward_mma import (
 
 from cuflash import attention, reference
 from cuflash.gpu.compile import source_folder
+from cuflash.plan.table import HELPERS, KERNELS
+from cuflash.problem.problem import describe_attention
 from cuflash.testing import check, describe, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

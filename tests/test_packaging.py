@@ -92,7 +92,7 @@ def test_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> 
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     code = (
-        "import numpy, cuflash, cuflash.compile\n"
+        "import numpy, cuflash, cuflash.gpu.compile\n"
         "q = numpy.ones((3, 16), numpy.float32)\n"
         "assert (cuflash.attention(q, q, q) == 1).all()\n"
         "print(cuflash.__file__)\n"

@@ -10,19 +10,19 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cuflash.plan.plan.plan
 import numpy as np
 import pytest
-from cuflash.plan.plan.plan import Plan, make_plan, refusals
-from cuflash.plan.plan.table import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
-from cuflash.plan.plan.tiles import SHARED_MEMORY_KB
-from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash.plan.plan
 from cuflash.gpu.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
-from cuflash.knobs import AUTOMATIC, Settings
+from cuflash.plan.plan import Plan, make_plan, refusals
+from cuflash.plan.table import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
+from cuflash.plan.tiles import SHARED_MEMORY_KB
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
+from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.settings import AUTOMATIC, Settings
 
 DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]
 H200 = device_of(90)
@@ -514,9 +514,9 @@ narrow = KERNELS[-1]._replace(
 def test_rows_refuse_with_a_sentence(
     make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuflash.plan, "KERNELS", (narrow, KERNELS[-1]))
-    monkeypatch.setattr(cuflash.plan, "_choices", {})
-    monkeypatch.setattr(cuflash.plan, "_specs", {})
+    monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrow, KERNELS[-1]))
+    monkeypatch.setattr(cuflash.plan.plan, "_choices", {})
+    monkeypatch.setattr(cuflash.plan.plan, "_specs", {})
     problem, device = make(), device_of(capability)
     (name, reason), *others = refusals(problem, device)
     assert name == "narrow" and all(other is None for _, other in others)
@@ -617,12 +617,12 @@ def test_tiles_of_few_keys_rows_and_heads() -> None:
 def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     problem, settings = square("float16", 64, 1024, 16, 2, causal=True), Settings("forward_mma", "64x64x2", False)
     assert make_plan(problem, H200, settings).planes_at_once == cuflash.plan.plan.CACHED_BYTES // (1024 * 128 * 2)
-    monkeypatch.setattr(cuflash.plan, "CACHED_BYTES", 3 * 1024 * 128 * 2)
+    monkeypatch.setattr(cuflash.plan.plan, "CACHED_BYTES", 3 * 1024 * 128 * 2)
     assert make_plan(problem, H200, settings).planes_at_once == 3
     assert make_plan(problem, H200, settings._replace(tile="128x64x2")).planes_at_once == 32
     groups = dense(gpu((2, 16, 1024, 64)), gpu((2, 4, 1024, 64)), causal=True)
     assert make_plan(groups, H200, settings).planes_at_once == 12, "heads of a group read the same keys"
-    monkeypatch.setattr(cuflash.plan, "CACHED_BYTES", 1)
+    monkeypatch.setattr(cuflash.plan.plan, "CACHED_BYTES", 1)
     assert make_plan(problem, H200, settings).planes_at_once == 1
 
 

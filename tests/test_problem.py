@@ -10,11 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen
 
 import cuflash
 from cuflash.problem.arrays import DTYPES, HOST, contiguous_strides
 from cuflash.problem.checks import FLOAT32_MAX, FLOAT32_TINY
+from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cuflash.plan.plan.table import KERNELS, KernelSpec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash.plan.table import KERNELS, KernelSpec
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
 from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data
 

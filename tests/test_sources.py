@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cuflash.plan.plan.plan import Plan, make_plan
-from cuflash.plan.plan.table import HELPERS, KERNELS, KernelSpec, device_of
-from cuflash.problem.problem.problem import Problem, describe_attention, describe_varlen
 
 from cuflash.gpu import combine, params
 from cuflash.gpu.compile import (
@@ -25,8 +22,11 @@ from cuflash.gpu.compile import (
     source_digest,
     source_folder,
 )
-from cuflash.knobs import Settings
+from cuflash.plan.plan import Plan, make_plan
+from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from cuflash.problem.problem import Problem, describe_attention, describe_varlen
+from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 

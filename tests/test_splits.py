@@ -9,20 +9,6 @@ import numpy as np
 import pytest
 from cases import CASES_BY_NAME, DTYPES
 from cpu_cuda.emulator import Emulator, compiler
-from cuflash.plan.plan.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
-from cuflash.plan.plan.plan import make_plan, refusals
-from cuflash.plan.plan.splits import (
-    FAST_ENOUGH,
-    MAX_SPLITS,
-    MIN_KEYS_PER_PACED_SPLIT,
-    MIN_KEYS_PER_SPLIT,
-    choose_splits,
-    partial_results,
-    split_strides,
-    visible_keys,
-)
-from cuflash.plan.plan.table import KERNELS, KernelSpec, device_of
-from cuflash.problem.problem.problem import Problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_cpu_cuda import assert_right, dtypes, rows
@@ -32,9 +18,23 @@ import cuflash
 from cuflash import reference
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.compile import compile_offline
-from cuflash.knobs import AUTOMATIC, Settings
 from cuflash.plan import plan
+from cuflash.plan.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
+from cuflash.plan.plan import make_plan, refusals
+from cuflash.plan.splits import (
+    FAST_ENOUGH,
+    MAX_SPLITS,
+    MIN_KEYS_PER_PACED_SPLIT,
+    MIN_KEYS_PER_SPLIT,
+    choose_splits,
+    partial_results,
+    split_strides,
+    visible_keys,
+)
+from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
+from cuflash.problem.problem import Problem
+from cuflash.settings import AUTOMATIC, Settings
 from cuflash.testing import check, describe, make_data, run
 
 emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 import threadpoolctl
-from cuflash.cpu.attention.threads import run_on_threads
 from threadpoolctl import threadpool_info, threadpool_limits
 
 import cuflash
 from cuflash.cpu import attention as cpu
 from cuflash.cpu import threads
+from cuflash.cpu.threads import run_on_threads
 
 ROOT = Path(cuflash.__file__).parent.parent
 PROGRAM = """

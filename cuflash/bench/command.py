@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .. import knobs
 from ..demo import choose_backend
 from ..explain import gpu_available
+from ..options import options
 from ..plan.table import kernel_names
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.problem import describe_attention
+from ..settings import num_threads
 from . import cases as case_table
 from . import report as reports
 from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, stand_ins
@@ -201,7 +202,7 @@ def run(
         "problems": [],
     }
     if backend.name == "numpy":
-        report["threads"] = knobs.num_threads()
+        report["threads"] = num_threads()
     if cases:
         report["limits"] = measure_limits(backend, dtypes)
     print(reports.header(report), flush=True)
@@ -249,7 +250,7 @@ def main(args: list[str]) -> int:
     try:
         choose_backend("numpy" if name == "numpy" else "cupy")
         check_outputs(arguments)
-        knobs.options(tile=arguments.tile)  # refuses what is no tile
+        options(tile=arguments.tile)  # refuses what is no tile
         cases, with_overheads = choose_cases(arguments, name)
         peers = load_peers(arguments.peers, name)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__, knobs
+from .. import __version__
 from ..gpu.compile import source_digest
 from ..problem.arrays import DTYPES
+from ..settings import num_threads
 
 
 class NumpyBackend:
@@ -40,7 +41,7 @@ class NumpyBackend:
 
     def device_name(self) -> str:
         """Processor and threads."""
-        return f"{processor_name()}, {knobs.num_threads()} threads"
+        return f"{processor_name()}, {num_threads()} threads"
 
     def flush(self) -> None:
         """Fill the caches with something else, by reading: what is written goes to memory while others are timed."""

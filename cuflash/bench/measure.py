@@ -13,10 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from .. import knobs
 from ..dense import attention
 from ..explain import Explanation, explain, warmup
+from ..options import options
 from ..plan.table import CPU_KERNEL, KERNELS
+from ..settings import settings
 from .cases import Case, Inputs, make_inputs, stand_ins
 from .check import Exact, check, exact_result, poisoned
 from .device import NumpyBackend
@@ -84,9 +85,9 @@ def measure(
     return {"name": case.name, **case._asdict(), "flops": case.flops, "bytes": case.bytes, "results": results}
 
 
-def chosen(kernel: str, tile: str) -> knobs.options:
+def chosen(kernel: str, tile: str) -> options:
     """Pin kernel and tile; "" leaves the choice to the environment's variables."""
-    return knobs.options(kernel=kernel or None, tile=tile or None)
+    return options(kernel=kernel or None, tile=tile or None)
 
 
 def _measure_kernel(
@@ -96,7 +97,7 @@ def _measure_kernel(
     try:
         explanation = explain(attention, inputs.q, inputs.k, inputs.v, **inputs.options)
     except ValueError as refusal:
-        return {"kernel": knobs.settings().kernel, "refused": str(refusal)}
+        return {"kernel": settings().kernel, "refused": str(refusal)}
     result = describe(explanation)
     try:
         out = poisoned(case.shape_out, case.dtype, backend.xp)

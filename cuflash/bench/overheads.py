@@ -18,11 +18,11 @@ import numpy as np
 from ..dense import attention
 from ..gpu import launch
 from ..gpu.compile import KernelCompileError, compile_offline
-from ..knobs import Settings
 from ..plan.plan import make_plan
 from ..plan.table import KERNELS, Device, KernelSpec, device_of
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..problem.problem import describe_attention
+from ..settings import Settings
 from .device import NumpyBackend, peak_bytes
 
 CAPABILITY = 90

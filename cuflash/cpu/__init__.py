@@ -1,0 +1,1 @@
+"""Runs it with NumPy."""

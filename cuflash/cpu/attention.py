@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..knobs import num_threads
 from ..problem.checks import clamp_offset
 from ..problem.problem import Problem
+from ..settings import num_threads
 from .blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
 from .direct import attend_directly, is_plain
 from .scores import Scratch, keys_last

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ..knobs import AUTOMATIC, Settings, settings
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
 from ..problem.problem import Operand, Problem, result_rows
+from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
 
 CACHE_SIZE = 1024
@@ -72,7 +72,7 @@ class HostCall:
 def find_on_host(
     q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
 ) -> tuple[Any, HostCall | None, tuple[Any, ...]]:
-    """Look up an earlier call with NumPy arrays of the same form; see `launch.find`."""
+    """Look up an earlier call with NumPy arrays of the same form; see `dispatch.find`."""
     arrays = (q, k, v) if others is None else (q, k, v, *others)
     parts: list[Any] = [options]
     for x in arrays:

@@ -1,0 +1,1 @@
+"""Runs it on a GPU: compilation, arguments, launches."""

@@ -15,9 +15,9 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, NamedTuple
 
-from .. import knobs
 from ..cupy_cache import compile_in_memory
 from ..plan.plan import Build, Macros, Plan
+from ..settings import read
 
 
 class KernelCompileError(RuntimeError):
@@ -105,7 +105,7 @@ def _load(kernel: str, text: str) -> Any:
 
 def dump(kernel: str, text: str) -> None:
     """Write an entry file into the folder CUFLASH_DUMP, if it is set."""
-    folder = knobs.read("CUFLASH_DUMP")
+    folder = read("CUFLASH_DUMP")
     if folder:
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)

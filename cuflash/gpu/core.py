@@ -5,11 +5,11 @@ from __future__ import annotations
 import warnings
 
 from ..cupy_cache import import_cupy
-from ..knobs import AUTOMATIC
 from ..plan.plan import Plan, make_plan
 from ..plan.table import Device
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..problem.problem import describe_attention
+from ..settings import AUTOMATIC
 from .compile import compile_core
 
 CORE_HEAD_DIMS = (64, 128)

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ..cpu.execute import HostCall, execute_on_host, find_on_host
-from ..knobs import settings
 from ..plan.plan import MAX_GRID, Plan, make_plan, plan_other_lengths
 from ..plan.splits import partial_results, result_axes
 from ..plan.table import Device
-from ..problem.arrays import DTYPES, HOST, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
 from ..problem.checks import workspace_size
 from ..problem.problem import Operand, Problem, result_rows
+from ..settings import settings
 from . import compile as compile_module
 from .params import (
     POINTERS,
@@ -38,10 +37,6 @@ CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
 _forms: dict[Any, Form] = {}
 
-_IMMUTABLE = frozenset(
-    (type(None), bool, int, float, str, type, *map(type, DTYPES.values()), *(dtype.type for dtype in DTYPES.values()))
-)
-"""Types of options whose values last as long as a key that holds them."""
 _NO_POINTERS = (0,) * (len(POINTERS) - 3)
 _INFO_NAMES = {"query_offsets": "query_offset"}
 """Argument names of the struct's addresses, where they differ."""
@@ -275,27 +270,11 @@ def device_info(device_id: int) -> Device:
     return Device(capability, memory, attributes["MultiProcessorCount"])
 
 
-def find(
+def find_on_gpu(
     q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
-) -> tuple[Any, Launch | HostCall | None, Any]:
-    """Look up the launch of an earlier call of the same form.
-
-    Parameters
-    ----------
-    q, k, v, others
-        The call's arrays in the order of the argument struct; None for those it has not, or for all the others.
-    options
-        Everything else that decides the launch, hashable or not.
-
-    Returns
-    -------
-    key, launch, pointers
-        The key is None where the cache cannot help: arrays that are neither CuPy's nor NumPy's, options that cannot be
-        hashed. Of NumPy arrays the last is the arrays themselves.
-    """
+) -> tuple[Any, Launch | None, list[int]]:
+    """Look up the launch of an earlier call of the same form; see `dispatch.find`."""
     gpu_type = type(q)
-    if gpu_type is np.ndarray:
-        return find_on_host(q, k, v, others, options)
     if gpu_type is not _gpu_type() or type(k) is not gpu_type or type(v) is not gpu_type:
         return None, None, []
     q_data, k_data, v_data = q.data, k.data, v.data
@@ -344,24 +323,15 @@ def _form_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
     return options, chosen, devices, dtypes, shapes
 
 
-def _lasts(options: tuple[Any, ...]) -> bool:
-    """Whether options keep their values: an object that is equal to itself later may stand for another int then."""
-    return all(_lasts(option) if type(option) is tuple else type(option) in _IMMUTABLE for option in options)
-
-
 def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
     if len(cache) >= CACHE_SIZE:
         cache.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
     cache[key] = value
 
 
-def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
+def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
     """Compute a checked problem; `out` and `lse` are the caller's own objects, which are returned if given."""
     device_id = infos["q"].device
-    if key is not None and not _lasts(key[0]):
-        key = None
-    if device_id == HOST:
-        return execute_on_host(problem, infos, key, settings(), out, lse)
     plan = make_plan(problem, device_info(device_id), settings())
     check_size(infos, plan.workspace)
     form = Form(problem, plan, device_id)

@@ -5,16 +5,11 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
+from ..plan.plan import BATCH_AXES, Plan
 from ..plan.splits import split_strides
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Operand, Problem
-
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
-
-BATCH_AXES = 4
 
 POINTERS = (
     "q",

@@ -1,0 +1,1 @@
+"""How it is computed: kernel, tile, splits. Pure Python; needs no GPU."""

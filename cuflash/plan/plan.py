@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from ..gpu.params import BATCH_AXES
-from ..knobs import Settings
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Problem, common_alignment
+from ..settings import Settings
 from .pace import Walk, pace_of
 from .splits import (
     ENOUGH_THREADS,
@@ -26,6 +25,8 @@ from .worth import TALL_TILE, Rows, TileWorth, worth_a_tile
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
+BATCH_AXES = 4
+"""Leading axes that a kernel walks."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 

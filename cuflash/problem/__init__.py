@@ -1,0 +1,1 @@
+"""What is asked: arrays and options, checked. Knows no device and no kernel."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..knobs import FLOAT32_PRECISION
+from ..settings import FLOAT32_PRECISION
 from .arrays import DTYPE_NAMES, FLOAT_NAMES, HOST, INTEGER_NAMES, ArrayInfo, inspect, overlaps_itself, share_memory
 
 MAX_HEAD_DIM = 512

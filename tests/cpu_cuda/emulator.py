@@ -19,19 +19,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from cuflash.plan.plan.plan import Macros, Plan, make_plan
-from cuflash.plan.plan.splits import split_strides
-from cuflash.plan.plan.table import KERNELS, Device, device_of
-from cuflash.problem.problem.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
 
 from cuflash.gpu.combine import NUM_THREADS
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import _parts
+from cuflash.gpu.merge import merge_steps, merge_workspace
 from cuflash.gpu.params import POINTERS, pack_form, pack_pointers_into
 from cuflash.gpu.workspace import combination_of
-from cuflash.knobs import Settings
-from cuflash.merge import Parts, describe_parts, merge_steps, merge_workspace, result_operands
+from cuflash.plan.plan import Macros, Plan, make_plan
+from cuflash.plan.splits import split_strides
+from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
+from cuflash.problem.parts import Parts, describe_parts, result_operands
+from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.settings import Settings
 from cuflash.testing import Case
 
 HERE = Path(__file__).resolve().parent

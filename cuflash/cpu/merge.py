@@ -1,0 +1,39 @@
+"""Partial results of NumPy arrays, merged."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..problem.arrays import DTYPES
+from ..problem.parts import Parts, result_operands
+from .execute import allocate
+
+
+def merge_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+    """Compute `merge_attention_states` of checked NumPy arrays."""
+    out_result, lse_result = result_operands(parts)
+    rows, computed = parts.lses[0].shape, DTYPES[parts.lses[0].dtype]
+    out, lse = allocate(parts.outs[0].shape, out_result), allocate(rows, lse_result)
+    lses = [info.array for info in parts.lses]
+    largest = np.maximum.reduce(lses)
+
+    def relative(part: np.ndarray) -> np.ndarray:
+        """exp(part - largest), where infinities that are equal give 1."""
+        return np.exp(np.where(part == largest, computed.type(0), part - largest))
+
+    with np.errstate(all="ignore"):  # infinities and NaN are values here
+        total = np.zeros(rows, computed)
+        for part in lses:
+            total += relative(part)
+        lse[...] = largest + np.log(total)
+        values = out if out.dtype == computed else np.empty_like(out, computed)
+        values.fill(0)
+        for info, part in zip(parts.outs, lses, strict=True):
+            weight = relative(part) / total
+            array, unseen = info.array.astype(computed, copy=False), np.isneginf(part)
+            if unseen.any():
+                array = np.where(unseen[..., np.newaxis], computed.type(0), array)
+            values += weight[..., np.newaxis] * array
+        if values is not out:
+            out[...] = values
+    return out, lse
