@@ -12,13 +12,13 @@
 // Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
-#include "common/key_loader.cuh"
-#include "common/key_walk.cuh"
-#include "common/mma_logits.cuh"
-#include "common/mma_products.cuh"
-#include "common/mma_queries.cuh"
-#include "common/mma_store.cuh"
-#include "common/mma_total.cuh"
+#include "mma/key_loader.cuh"
+#include "mma/key_walk.cuh"
+#include "mma/logits.cuh"
+#include "mma/products.cuh"
+#include "mma/queries.cuh"
+#include "mma/store.cuh"
+#include "mma/total.cuh"
 
 namespace cuflash {
 

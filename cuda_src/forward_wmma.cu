@@ -12,7 +12,7 @@
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
 #include "common/epilogue.cuh"
-#include "common/fragments.cuh"
+#include "wmma/fragments.cuh"
 #include "common/score.cuh"
 #include "common/tile.cuh"
 

@@ -388,7 +388,7 @@ def test_options_are_not_mixed_up_by_the_launch_cache() -> None:
 
 def test_every_variable_has_one_place() -> None:
     """What the code reads is what `KNOBS` lists, and each is explained."""
-    named = {name for path in PACKAGE.glob("*.py") for name in re.findall(r'"(CUFLASH_[A-Z_]+)"', path.read_text())}
+    named = {name for path in PACKAGE.rglob("*.py") for name in re.findall(r'"(CUFLASH_[A-Z_]+)"', path.read_text())}
     macros = {"CUFLASH_FLOAT16", "CUFLASH_BFLOAT16", "CUFLASH_FLOAT32", "CUFLASH_FLOAT64"}
     assert named - macros == {knob.variable for knob in KNOBS}
     assert all(len(knob.meaning) > 20 for knob in KNOBS)

@@ -246,18 +246,18 @@ SPECIAL: dict[str, Callable[[Emulator], None]] = {
 SCALAR, WMMA, MMA, COMBINE = "forward_scalar.cu", "forward_wmma.cu", "forward_mma.cu", "combine.cu"
 MERGE, STORE = "common/merge.cuh", "common/store.cuh"
 SEQUENCE, SEGMENT, TILE = (f"common/{name}.cuh" for name in ("sequence", "segment", "tile"))
-MASK, SCORE, EPILOGUE, FRAGMENTS = (f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "fragments"))
-COLUMNS = "common/columns.cuh"
+MASK, SCORE, EPILOGUE, COLUMNS, DENSE = (
+    f"common/{name}.cuh" for name in ("mask", "score", "epilogue", "columns", "dense")
+)
+FRAGMENTS = "wmma/fragments.cuh"
 SCALAR_WMMA, WMMA_MMA = f"{SCALAR} {WMMA}", f"{WMMA} {MMA}"
 LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS = (
-    f"common/{name}.cuh" for name in ("key_loader", "logit_unit", "mma_softmax", "mma_products")
+    f"mma/{name}.cuh" for name in ("key_loader", "logit_unit", "softmax", "products")
 )
-MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, DENSE = (
-    f"common/{name}.cuh" for name in ("mma_warp", "mma_rows", "mma_logits", "mma_total", "key_walk", "dense")
+MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK = (
+    f"mma/{name}.cuh" for name in ("warp", "rows", "logits", "total", "key_walk")
 )
-MMA_QUERIES, MMA_STORE, MMA_ALIBI, MMA_ARRAYS = (
-    f"common/{name}.cuh" for name in ("mma_queries", "mma_store", "mma_alibi", "mma_arrays")
-)
+MMA_QUERIES, MMA_STORE, MMA_ALIBI, MMA_ARRAYS = (f"mma/{name}.cuh" for name in ("queries", "store", "alibi", "arrays"))
 _OF_MMA = (
     LOADER, LOGIT_UNIT, MMA_SOFTMAX, MMA_PRODUCTS, MMA_WARP, MMA_ROWS, MMA_LOGITS, MMA_TOTAL, KEY_WALK, MMA_QUERIES,
     MMA_STORE, MMA_ALIBI, MMA_ARRAYS,
@@ -569,7 +569,7 @@ def _barriers() -> list[Mutant]:
     """Every statement that is a barrier or a wait, by what it looks like."""
     found = []
     folder = source_folder()
-    for path in sorted([*folder.glob("*.cu"), *folder.glob("common/*.cuh")]):
+    for path in sorted([*folder.glob("*.cu"), *(x for x in folder.glob("*/*.cuh") if x.parent.name != "ptx")]):
         name, source = path.relative_to(folder).as_posix(), path.read_text()
         fences = [
             place.span()

@@ -107,7 +107,7 @@ def _runtime() -> ctypes.CDLL:
 def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None, definitions: Path = HERE) -> Path:
     """Make a folder that looks like cuda_src, with another `ptx` (that of `definitions`), and some texts changed."""
     source = source_folder()
-    paths = {path.relative_to(source): path for path in [*source.glob("*.cu"), *source.glob("common/*.cuh")]}
+    paths = {path.relative_to(source): path for path in [*source.glob("*.cu"), *source.glob("*/*.cuh")]}
     paths |= {path.relative_to(definitions): path for path in definitions.glob("ptx/*.cuh")}
     for name, path in paths.items():
         link = folder / name

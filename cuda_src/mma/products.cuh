@@ -1,7 +1,7 @@
 // The two products of attention by mma.sync: S += Q K^T and O += P V.
 #pragma once
 
-#include "common/mma_tile.cuh"
+#include "mma/tile.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 

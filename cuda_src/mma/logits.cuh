@@ -6,8 +6,8 @@
 // the score, for the exponential to apply, as long as scores are small.
 #pragma once
 
-#include "common/mma_alibi.cuh"
-#include "common/mma_arrays.cuh"
+#include "mma/alibi.cuh"
+#include "mma/arrays.cuh"
 
 namespace cuflash {
 

@@ -2,7 +2,7 @@
 // products, those of the others before the rows in front of them are worked on.
 #pragma once
 
-#include "common/mma_rows.cuh"
+#include "mma/rows.cuh"
 
 namespace cuflash {
 

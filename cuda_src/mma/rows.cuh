@@ -1,8 +1,8 @@
 // What the rows of a tile are looked up for once, and which keys they do not see by their position.
 #pragma once
 
-#include "common/logit_unit.cuh"
-#include "common/mma_warp.cuh"
+#include "mma/logit_unit.cuh"
+#include "mma/warp.cuh"
 #include "ptx/maximum.cuh"
 
 namespace cuflash {

@@ -2,7 +2,7 @@
 // for each of them.
 #pragma once
 
-#include "common/mma_rows.cuh"
+#include "mma/rows.cuh"
 #include "ptx/cp_async.cuh"
 
 namespace cuflash {

@@ -1,7 +1,7 @@
 // ALiBi alone, for mma.sync: what the products of a tile are added to, and what joins the reference of a row.
 #pragma once
 
-#include "common/mma_rows.cuh"
+#include "mma/rows.cuh"
 
 namespace cuflash {
 

@@ -1,7 +1,7 @@
 // O as it starts again from zero, and the total that it joins.
 #pragma once
 
-#include "common/mma_softmax.cuh"
+#include "mma/softmax.cuh"
 
 namespace cuflash {
 

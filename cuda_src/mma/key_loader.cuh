@@ -1,7 +1,7 @@
 // Tiles of K and V on their way into shared memory, for mma.sync: last tile first, rows in the order of mma_tile.cuh.
 #pragma once
 
-#include "common/mma_tile.cuh"
+#include "mma/tile.cuh"
 #include "common/params.cuh"
 
 namespace cuflash {

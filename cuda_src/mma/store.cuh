@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/epilogue.cuh"
-#include "common/mma_softmax.cuh"
+#include "mma/softmax.cuh"
 
 namespace cuflash {
 

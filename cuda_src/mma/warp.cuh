@@ -1,7 +1,7 @@
 // A thread's place in its block, for mma.sync, and what warps that share their rows do together.
 #pragma once
 
-#include "common/mma_tile.cuh"
+#include "mma/tile.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/shared.cuh"
 

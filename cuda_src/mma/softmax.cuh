@@ -1,7 +1,7 @@
 // Online softmax of rows that lie in fragments of mma.sync, and O as it is rescaled.
 #pragma once
 
-#include "common/mma_logits.cuh"
+#include "mma/logits.cuh"
 #include "common/softmax.cuh"
 
 namespace cuflash {
