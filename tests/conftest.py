@@ -1,4 +1,8 @@
-"""Fixtures for all tests, and the `gpu` marker: such tests are skipped, and counted, where there is no usable GPU."""
+"""Fixtures for all tests, and two markers.
+
+Tests marked `gpu` are skipped, and counted, where there is no usable GPU. Of those marked `share(parts)` one in so many
+runs, another one whenever the CUDA sources change; all of them with `--thorough`, or where tests are named or chosen.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -42,12 +47,37 @@ def missing_for_gpu() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--thorough", action="store_true", help="run all tests marked share(parts), rather than one part of them"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     reason = missing_for_gpu() if marked else None
     if reason:
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+    if not (config.getoption("thorough") or config.option.keyword or any("::" in name for name in config.args)):
+        left = [item for item in items if not _has_its_turn(item)]
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+def _has_its_turn(item: pytest.Item) -> bool:
+    marker = item.get_closest_marker("share")
+    if marker is None:
+        return True
+    from cuflash.gpu.compile import source_digest
+    from cuflash.plan.table import KERNELS
+
+    # Kernels that take the same case take turns.
+    name, rank = item.nodeid, 0
+    spec = item.callspec.params.get("spec")
+    if spec is not None:
+        name, rank = name.replace(spec.name, ""), KERNELS.index(spec)
+    return (crc32(f"{name} {source_digest()}".encode()) + rank) % marker.args[0] == 0
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

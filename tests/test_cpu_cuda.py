@@ -40,6 +40,7 @@ def assert_right(case: Case, dtype: str, emulator: Emulator, *, twice: bool = Tr
 
 @rows
 @pytest.mark.parametrize(("number", "case"), [pytest.param(i, case, id=case.name) for i, case in enumerate(CASES)])
+@pytest.mark.share(len(KERNELS))
 def test_cases(spec: KernelSpec, number: int, case: Case) -> None:
     """Each in one of the dtypes that the row takes, in turn, and twice in one of the rows.
 

@@ -346,3 +346,92 @@ def test_strided_results_and_groups_without_options(dtype: Any) -> None:
             for got in (cuflash.attention(*arrays, **options), cuflash.attention(*arrays, out=out[:, ::2], **options)):
                 np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
         assert (out[:, 1::2] == 7).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale": 1e-40},
+        {"scale": 1e-30, "bias": np.array([[[1e12, 0]]], np.float32)},
+        {"scale": 1e-30, "alibi_slopes": np.array([1e12], np.float32)},
+        {"scale": 1e-30, "softcap": 1.0},
+        {"scale": 2.0**-20},
+        {"mask": np.ones((1, 2), bool)},
+        {},
+    ],
+    ids=str,
+)
+def test_one_score_beyond_float32_beside_others(options: dict[str, Any]) -> None:
+    v = np.array([[[1.0], [0.0]]], np.float32)
+    q, k = np.full((1, 1, 16), 10, np.float32), np.zeros((1, 2, 16), np.float32)
+    k[0, 0] = -1e38
+    for order in (slice(None), slice(None, None, -1)):
+        _agrees(np.float32, q, k[:, order], v[:, order], **options)
+    # Partial sums are beyond it, the score is not.
+    k[0, 0, :8], k[0, 0, 8:] = -3e38, 3e38
+    _agrees(np.float32, q / 10, k, v, **options)
+
+
+def test_scores_beyond_float32_of_keys_that_are_hidden_change_nothing() -> None:
+    q, k, v = _draw(np.float32, 3, 40, 16)
+    expected = cuflash.attention(q, k, v, causal=True)
+    k[:, -1] = 3e38
+    q[:, :-1] *= np.float32(1.0)
+    out = cuflash.attention(q, k, v, causal=True)
+    assert out[:, :-1].tobytes() == expected[:, :-1].tobytes()
+
+
+@dtypes
+def test_results_as_large_as_the_largest_number(dtype: Any) -> None:
+    for keys in (1, 4, 16, 300):
+        q, k, v = _draw(dtype, 1, keys, 64)
+        v = np.full_like(v, ml_dtypes.finfo(dtype).max)
+        if dtype.itemsize == 8:
+            v /= 1000  # there is nothing wider to add them up in
+        for options in ({}, {"causal": True}, {"mask": np.ones((keys, keys), bool)}):
+            out = cuflash.attention(q, k, v, **options).astype(np.float64)
+            np.testing.assert_allclose(out, v.astype(np.float64), rtol=10 * float(ml_dtypes.finfo(dtype).eps))
+
+
+def test_an_infinite_sink_beside_alibi() -> None:
+    q, k, v = _draw(np.float32, 1, 4, 8)
+    options: dict[str, Any] = {"sinks": np.array([np.inf]), "alibi_slopes": np.array([1.0])}
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    assert (out == 0).all() and np.isposinf(lse).all()
+
+
+def test_small_queries_of_large_keys() -> None:
+    for small, large, features, options in (
+        (5e-36, 3e38, 512, {"scale": 1e-6}),
+        (1.2e-38, 3e38, 512, {}),
+        (1e-40, 1e38, 36, {"softcap": 30.0}),
+    ):
+        q, k, v = _draw(np.float32, 1, 20, features)
+        q, k = q * np.float32(small), np.tanh(k) * np.float32(large)
+        _, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+        np.testing.assert_allclose(lse, reference.attention(q, k, v, **options)[1], rtol=2e-6, atol=2e-6)
+
+
+@wide_dtypes
+def test_a_repeated_call_gives_the_same_bits(dtype: Any) -> None:
+    rng = np.random.default_rng(5)
+    for heads, rows, keys in ((8, 100, 100), (4, 1, 30), (1, 7, 1)):
+        for features, head_dim_v in ((64, 1), (1, 4), (1, 1)):
+            q, k, v = (rng.standard_normal((heads, n, 4 + d)).astype(dtype) for n, d in (
+                (rows, features), (keys, features), (keys, head_dim_v)
+            ))  # fmt: skip
+            arrays = q[..., :features], k[..., :features], v[..., :head_dim_v]
+            for options in ({}, {"causal": True}, {"softcap": 5.0}, {"return_lse": True}):
+                first, again = (cuflash.attention(*arrays, **options) for _ in range(2))
+                assert np.asarray(first[0]).tobytes() == np.asarray(again[0]).tobytes()
+
+
+@wide_dtypes
+def test_matrices_whose_columns_lie_in_one_piece(dtype: Any) -> None:
+    rng = np.random.default_rng(6)
+    for heads, rows, keys in ((3, 1, 300), (2, 70, 90), (20, 4, 5)):
+        q, k, v = (rng.standard_normal((heads, 16, n)).astype(dtype).swapaxes(1, 2) for n in (rows, keys, keys))
+        for options in ({}, {"causal": True}, {"mask": np.ones((rows, keys), bool)}):
+            out = cuflash.attention(q, k, v, **options)
+            assert rows == 1 or out.strides[1] == out.itemsize
+            np.testing.assert_allclose(out, reference.attention(q, k, v, **options)[0], rtol=1e-5, atol=1e-6)

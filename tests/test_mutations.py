@@ -616,12 +616,14 @@ def test_barriers_are_found() -> None:
         assert any(mutant.file == f"{spec.name}.cu" for mutant in _barriers()), f"{spec.name} has no barrier?"
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("noticed_by", sorted({mutant.noticed_by for mutant in CHECKS}))
 def test_unchanged_sources_pass(noticed_by: str) -> None:
     for spec in KERNELS:
         _notice(noticed_by, Emulator(spec.name))
 
 
+@pytest.mark.share(8)
 @pytest.mark.parametrize("mutant", [*_barriers(), *CHECKS], ids=str)
 def test_mutant_is_noticed(mutant: Mutant, tmp_path: Path) -> None:
     """By each kernel that the change is named for; one in a header of all kernels by one of them, in turn."""

@@ -13,7 +13,8 @@ are computed again in float64.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from math import isfinite
+from functools import partial
+from math import isfinite, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from .blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence
 from .direct import attend_directly, is_plain
 from .scores import Scratch, keys_last
 from .threads import run_alone, run_on_threads
-from .tile import Arithmetic, operand, scale_queries, to_logits
+from .tile import Arithmetic, operand, queries_of, to_logits
 
 SCRATCH_BYTES = 48 * 2**20
 """Limit for the scratch memory of all threads together."""
@@ -60,19 +61,20 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
     list of Sequence
         What `compute` was given.
     """
-    if not problem.num_heads_q:
+    if not prod((*problem.batch, problem.num_heads_q)):
         return []
     group_size = problem.num_heads_q // problem.num_heads_kv
     named = dict(arrays)
     offsets = named.pop("query_offsets", None)
     named = {name: named.get(name) for name in ARRAYS}
     sequences = []
-    if offsets is None:
-        sequences.append(sequence_of(named, group_size, problem.query_offset or 0))
+    values = [problem.query_offset or 0] if offsets is None else [clamp_offset(int(x)) for x in offsets.flat]
+    if len(set(values)) == 1:
+        sequences.append(sequence_of(named, group_size, values[0]))
     else:
-        for index in np.ndindex(*problem.batch):
+        for index, offset in zip(np.ndindex(*problem.batch), values, strict=True):
             part = {name: None if x is None else x[index] for name, x in named.items()}
-            sequences.append(sequence_of(part, group_size, clamp_offset(int(offsets[index]))))
+            sequences.append(sequence_of(part, group_size, offset))
     compute(Task.of(problem), sequences)
     return sequences
 
@@ -204,29 +206,33 @@ class Softmax(NamedTuple):
     """(*lead, rows): sum of exp(logit - peak), above 0 for rows that see a key, else 0."""
     values: Array
     """(*lead, rows, Dv): sum of exp(logit - peak) v."""
+    beyond: Array | None = None
+    """(*lead, rows): whether float32 was too narrow for a score, if it was for any."""
 
 
 def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Softmax:
     """Reduce the keys that the rows of a block see."""
     sequence, dtype = block.sequence, arithmetic.dtype
     tiles = block.tiles()
-    source = block.of_rows(sequence.q)
-    shape, head_dim = source.shape[:-1], source.shape[-1]
+    shape = block.of_rows(sequence.q).shape[:-1]
     rows = (*shape[:-2], shape[-2] * shape[-1])
     values = scratch.take("product", (*rows, sequence.v.shape[-1]), dtype)
     if not tiles:
         values[...] = 0.0
         return Softmax(np.full(rows, -np.inf), np.zeros(rows), values)
     by_keys = keys_last(sequence, rows[-1], tiles[0].stop - tiles[0].start)
-    q = scratch.take("q", source.shape, dtype)
-    scale_queries(source, dtype.type(arithmetic.fold), q)
-    product, q = values, q.reshape(*rows, head_dim)
+    product, q = values, queries_of(block, dtype, scratch)
     before: Any = -np.inf
+    beyond: Array | None = None
     for tile in tiles:
         k = operand(block.of_keys(sequence.k, tile), "k", dtype, scratch)
         scores = scratch.scores(by_keys, shape, tile.stop - tile.start, dtype)
         scores.multiply(q, k)
-        to_logits(scores.logits, block, tile, arithmetic, scratch)
+        hide = partial(to_logits, scores.logits, block, tile, arithmetic, scratch)
+        if dtype == FLOAT32 and not scores.all_finite():
+            found = scores.rows_beyond(hide)
+            beyond = found if beyond is None else beyond | found
+        hide()
         peak = np.maximum(scores.peak(), before)
         # Rows that have seen no key are shifted, too, but not by -inf.
         shift = np.maximum(peak, LOWEST[dtype])
@@ -235,7 +241,7 @@ def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Softmax:
         scores.apply(operand(block.of_keys(sequence.v, tile), "v", dtype, scratch), product)
         if len(tiles) == 1:
             # There is nothing to join it with.
-            return Softmax(scores.by_row(peak), sums, values)
+            return Softmax(scores.by_row(peak), sums, values, beyond)
         if tile is tiles[0]:
             total, values = sums.astype(np.float64), scratch.take("values", values.shape, FLOAT64)
             values[...] = product
@@ -247,22 +253,22 @@ def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Softmax:
             values += product
             total += sums
         before = peak
-    return Softmax(scores.by_row(peak), total, values)
+    return Softmax(scores.by_row(peak), total, values, beyond)
 
 
 def _overflowed(block: Block, problem: Problem, result: Softmax) -> Array | None:
     """Rows (*lead, rows) for which float32 may have been too narrow, None if there are none."""
+    _, total, values, beyond = result
     # The quickest way to see that all are finite, unless some are huge.
-    if np.minimum.reduce(result.total, axis=None) > 0 and isfinite(np.vdot(result.values, result.values)):
+    if beyond is None and np.minimum.reduce(total, axis=None) > 0 and isfinite(np.vdot(values, values)):
         return None
-    finite, seen = np.isfinite(result.values), result.total > 0
     # NaN is not above 0: what is left has a total of 0, because it sees no key or because its logits became -inf.
-    good = finite.all(axis=-1) & (seen | (result.total == 0))
-    if seen.all() and good.all():
-        return None
-    if good.all() and not _may_overflow(block, problem):
-        return None
-    return ~(good & seen)
+    bad = ~np.isfinite(values).all(axis=-1) | ~(total >= 0)
+    if beyond is not None:
+        bad |= beyond
+    if bad.any() or ((total == 0).any() and _may_overflow(block, problem)):
+        return bad | (total == 0)
+    return None
 
 
 def _may_overflow(block: Block, problem: Problem) -> bool:
@@ -312,6 +318,6 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
             if which is not None or sequence.alibi_slopes is not None:
                 # What is finite in float64 is no sign of a row without a key, even if float32 cannot hold it.
                 limit = np.finfo(sequence.lse.dtype).max
-                lse = np.where(total > 0, np.clip(lse, -limit, limit), lse)
+                lse = np.where((total > 0) & np.isfinite(lse), np.clip(lse, -limit, limit), lse)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
     np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")

@@ -13,7 +13,7 @@ import numpy as np
 from ..problem.problem import Problem
 from .blocks import Array, Block
 from .scores import Scratch, keys_last
-from .tile import FOLDABLE, Arithmetic, edges_of, operand, scale_queries
+from .tile import MODERATE, Arithmetic, edges_of, is_blas_matrix, operand
 
 
 def is_plain(problem: Problem) -> bool:
@@ -21,7 +21,7 @@ def is_plain(problem: Problem) -> bool:
     return (
         problem.sinks is problem.bias is problem.mask is problem.alibi_slopes is None
         and not problem.softcap
-        and FOLDABLE[0] <= abs(problem.scale) <= FOLDABLE[1]
+        and MODERATE[0] <= abs(problem.scale) <= MODERATE[1]
     )
 
 
@@ -65,46 +65,54 @@ class _Prepared:
         height = group * rows
         self._scores = scratch.scores(keys_last(block.sequence, height, num_keys), shape[:-1], num_keys, dtype)
         self._edges = edges_of(self._scores.logits, first, arithmetic.window_left, arithmetic.window_right)
-        self._factor = np.array(arithmetic.fold, dtype)  # quicker than a scalar
-        # Whichever are fewer are scaled.
-        self._queries = scratch.take("q", shape, dtype) if head_dim <= num_keys else None
+        self._scale = np.array(arithmetic.scale, dtype)  # quicker than a scalar
         self._rows_of_q = (*lead, height, head_dim)
         self._rows_of_out = (*lead, height, head_dim_v)
-        # Whichever are fewer are divided. Means of values are as finite as these are.
+        # Whichever are fewer are divided.
         self._means = num_keys <= 2 * head_dim_v
 
     def attend(self, q: Array, k: Array, v: Array, out: Array, lse: Array | None, scratch: Scratch) -> Array | None:
         scores, dtype = self._scores, self._dtype
         k, v = operand(k, "k", dtype, scratch), operand(v, "v", dtype, scratch)
-        if self._queries is None:
-            scores.multiply(operand(q.reshape(self._rows_of_q), "q", dtype, scratch), k)
-            np.multiply(scores.flat, self._factor, out=scores.flat)
-        else:
-            scale_queries(q, self._factor, self._queries)
-            scores.multiply(self._queries.reshape(self._rows_of_q), k)
-        for logits, limits in self._edges:
-            np.fmin(logits, limits, out=logits)
+        scores.multiply(operand(q.reshape(self._rows_of_q), "q", dtype, scratch), k)
+        flat = scores.flat
+        np.multiply(flat, self._scale, out=flat)
+        bad: Array | None = None
+        if dtype.itemsize == 4 and not scores.all_finite():
+            bad = scores.rows_beyond(self._hide)
+        self._hide()
         peak = scores.peak()
         scores.weigh(peak)
         total = scores.sums()
-        in_place = out.dtype == dtype and out.flags.c_contiguous
-        product = out.reshape(self._rows_of_out) if in_place else scratch.take("product", self._rows_of_out, dtype)
         if self._means:
-            np.divide(scores.flat, total, out=scores.flat)
+            np.divide(flat, total, out=flat)
+        in_place = _as_rows(out, self._rows_of_out) if out.dtype == dtype else None
+        product = scratch.take("product", self._rows_of_out, dtype) if in_place is None else in_place
         scores.apply(v, product)
-        bad: Array | None = None
-        # A largest logit that is infinite makes all weights of its row NaN. This product is the quickest way to see
-        # that all is finite, unless some is huge.
-        checked = total if self._means else product
-        if dtype.itemsize == 4 and not isfinite(np.vdot(checked, checked)):
-            finite = np.isfinite(checked)
-            good = scores.by_row(finite) if self._means else np.logical_and.reduce(finite, axis=-1)
-            bad = None if good.all() else ~good
+        if dtype.itemsize == 4 and not isfinite(np.vdot(product, product)):
+            overflowed = ~np.logical_and.reduce(np.isfinite(product), axis=-1)
+            bad = overflowed if bad is None else bad | overflowed
         if not self._means:
             np.divide(product, scores.by_row(total)[..., np.newaxis], out=product)
-        if not in_place:
+        if in_place is None:
             np.copyto(out, product.reshape(out.shape), casting="same_kind")
         if lse is not None:
             logs = np.log(scores.by_row(total).astype(np.float64)) + scores.by_row(peak)
             np.copyto(lse, logs.reshape(lse.shape), casting="same_kind")
-        return bad
+        return bad if bad is not None and bad.any() else None
+
+    def _hide(self) -> None:
+        for logits, limits in self._edges:
+            np.fmin(logits, limits, out=logits)
+
+
+def _as_rows(x: Array, shape: tuple[int, ...]) -> Array | None:
+    """View (*lead, group, rows, columns) as (*lead, group * rows, columns), if there is a view that BLAS can write."""
+    if x.flags.c_contiguous:
+        return x.reshape(shape)
+    view = x.view()
+    try:
+        view.shape = shape
+    except AttributeError:
+        return None
+    return view if is_blas_matrix(view) else None

@@ -33,9 +33,9 @@ class HostCall:
             shape, dtype.itemsize
         )
         self._new_out = (shape, dtype) if is_usual else None
-        # Size, shape as broadcast and shape in the sequence, None if there is no such array.
-        self._forms: list[tuple[int, tuple[int, ...], Any]] = [
-            (0, (), None) if x is None else (x.size, x.shape, getattr(sequence, name).shape)
+        # Shape as broadcast and shape in the sequence, None if there is no such array.
+        self._forms: list[tuple[tuple[int, ...], Any]] = [
+            ((), None) if x is None else (x.shape, getattr(sequence, name).shape)
             for name, x in zip(cpu.ARRAYS, map(arrays.get, cpu.ARRAYS), strict=True)
         ]
 
@@ -62,8 +62,8 @@ class HostCall:
         # A call without options names none.
         options = arrays[5:9] or _NO_OPTIONS
         views = [
-            None if shape is None else (x if x.size == size else np.broadcast_to(x, full)).reshape(shape)
-            for x, (size, full, shape) in zip((*arrays[:3], out, lse, *options), self._forms, strict=True)
+            None if shape is None else _broadcast(x, full).reshape(shape)
+            for x, (full, shape) in zip((*arrays[:3], out, lse, *options), self._forms, strict=True)
         ]
         cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[arg-type, call-arg]
         return out if problem.lse is None else (out, lse)
@@ -173,7 +173,14 @@ def _inputs(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, np.ndarr
         "cu_seqlens_k": (problem.batch[0] + 1,) if problem.cu_seqlens_k else (),
     }
     arrays: dict[str, np.ndarray | None] = {
-        name: np.broadcast_to(infos[name].array, shape) if name in infos else None for name, shape in shapes.items()
+        name: _broadcast(infos[name].array, shape) if name in infos else None for name, shape in shapes.items()
     }
     arrays["query_offsets"] = arrays.pop("query_offset")
     return arrays
+
+
+def _broadcast(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Broadcast an array that may have axes of length 1 less, whose strides stay what they are."""
+    if x.shape == shape:
+        return x
+    return x.reshape(shape) if x.size == prod(shape) else np.broadcast_to(x, shape)

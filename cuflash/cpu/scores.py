@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,20 @@ class Scores:
     def multiply(self, q: Array, k: Array) -> None:
         """Fill in the products of queries (*lead, group * rows, D) and keys (*lead, keys, D)."""
         np.matmul(q, k.swapaxes(-1, -2), out=self._matrix)
+
+    def all_finite(self) -> bool:
+        """Whether all scores are certainly finite. The quickest way to see it, unless some are huge."""
+        flat = self.flat.reshape(-1)
+        return isfinite(np.dot(flat, flat))
+
+    def rows_beyond(self, hide: Callable[[], None]) -> Array:
+        """Find the rows (*lead, group * rows) with scores that are not finite, but for those that `hide` hides."""
+        scores = self.flat.copy()
+        self.flat.fill(0)
+        hide()
+        beyond = ~np.isfinite(scores) & ~np.isneginf(self.flat)
+        np.copyto(self.flat, scores)
+        return self.by_row(np.logical_or.reduce(beyond, axis=self._axis, keepdims=True))
 
     def peak(self) -> Array:
         """Return the largest logit of each row."""

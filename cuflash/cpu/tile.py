@@ -12,8 +12,8 @@ from ..problem.problem import Problem
 from .blocks import Array, Block
 from .scores import Scratch
 
-FOLDABLE = (2.0**-20, 2.0**20)
-"""Factors that may be multiplied into q, which is cheaper than into the scores; beyond, q might overflow."""
+MODERATE = (2.0**-20, 2.0**20)
+"""Factors that leave scores far inside of float32's range."""
 LARGE_SOFTCAP = 2.0**64
 """From here on scores divided by the softcap may be subnormal numbers."""
 
@@ -22,12 +22,10 @@ class Arithmetic(NamedTuple):
     """What is done to the scores."""
 
     dtype: np.dtype[Any]
-    fold: float
-    """Factor of q."""
     scale: float
-    """Factor of the scores, where it is not folded into q."""
+    """Factor of the scores; it has the division by the softcap in it, if it can."""
     divisor: float
-    """1, or the softcap, where it is not folded into q."""
+    """The softcap, if the scale has not; else 1."""
     softcap: float
     window_left: int | None
     window_right: int | None
@@ -35,26 +33,18 @@ class Arithmetic(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, dtype: np.dtype[Any]) -> Arithmetic:
         """Arithmetic of a problem in float32 or float64."""
+        window = problem.window_left, problem.window_right
         factor = problem.scale / (problem.softcap or 1.0)
-        folded = FOLDABLE[0] <= abs(factor) <= FOLDABLE[1] and problem.softcap < LARGE_SOFTCAP
-        return cls(
-            dtype,
-            factor if folded else 1.0,
-            1.0 if folded else problem.scale,
-            1.0 if folded or not problem.softcap else problem.softcap,
-            problem.softcap,
-            problem.window_left,
-            problem.window_right,
-        )
+        if MODERATE[0] <= abs(factor) <= MODERATE[1] and problem.softcap < LARGE_SOFTCAP:
+            return cls(dtype, factor, 1.0, problem.softcap, *window)
+        return cls(dtype, problem.scale, problem.softcap or 1.0, problem.softcap, *window)
 
 
-def scale_queries(source: Array, factor: Any, target: Array) -> None:
-    """Multiply queries of any dtype, in that of the computation."""
-    if source.dtype == target.dtype:
-        np.multiply(source, factor, out=target)
-    else:
-        widen_into(target, source)
-        np.multiply(target, factor, out=target)
+def queries_of(block: Block, dtype: np.dtype[Any], scratch: Scratch) -> Array:
+    """Return the queries of a block (*lead, group * rows, D), as `operand` does."""
+    source = block.of_rows(block.sequence.q)
+    *lead, group, rows, head_dim = source.shape
+    return operand(source.reshape(*lead, group * rows, head_dim), "q", dtype, scratch)
 
 
 def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, scratch: Scratch) -> None:
@@ -171,21 +161,21 @@ def _by_diagonal(diagonals: Array, num_rows: int, num_keys: int, rows_last: bool
 
 def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Array:
     """Return x (..., rows, columns) in the dtype of the computation, in a layout that BLAS reads without a copy."""
-    itemsize = dtype.itemsize
-    flags = x.flags
-    if x.dtype == dtype and flags.c_contiguous and flags.aligned:
-        return x
-    if (
-        x.dtype == dtype
-        and flags.aligned
-        and x.strides[-1] == itemsize
-        and x.strides[-2] >= x.shape[-1] * itemsize
-        and x.strides[-2] % itemsize == 0
-    ):
+    if x.dtype == dtype and x.flags.aligned and is_blas_matrix(x):
         return x
     copy = scratch.take(name, x.shape, dtype)
     widen_into(copy, x)
     return copy
+
+
+def is_blas_matrix(x: Array) -> bool:
+    """Whether rows or columns (..., rows, columns) lie in memory as BLAS wants them: elements next to each other."""
+    if x.flags.c_contiguous:
+        return True
+    itemsize, (rows, columns), (row_step, column_step) = x.itemsize, x.shape[-2:], x.strides[-2:]
+    return (column_step == itemsize and row_step >= columns * itemsize and row_step % itemsize == 0) or (
+        row_step == itemsize and column_step >= rows * itemsize and column_step % itemsize == 0
+    )
 
 
 _SUBNORMAL = np.array([2.0**-149], np.float32)
