@@ -80,12 +80,13 @@ def test_wheel_holds_the_license(wheel_files: set[str]) -> None:
     assert any(".dist-info/" in name and name.endswith("LICENSE") for name in wheel_files)
 
 
-def test_sdist_holds_sources_and_no_tests(sdist: Path) -> None:
+def test_sdist_holds_sources_and_documents_and_no_tests(sdist: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    documents = {"LICENSE", "README.md", "CHANGELOG.md", "setup.cfg", "pyproject.toml"}
-    assert names >= CUDA_SOURCES | documents | {"cuflash/py.typed"}
-    assert not {name.partition("/")[0] for name in names} & {"tests", "benchmarks", "examples", "docs"}
+    documents = {"LICENSE", "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    documents |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert names >= CUDA_SOURCES | documents | {"setup.cfg", "pyproject.toml", "cuflash/py.typed"}
+    assert not {name.partition("/")[0] for name in names} & {"tests", "benchmarks", "examples"}
 
 
 def test_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
