@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from cuflash.plan.table import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests", "-m"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--thorough", "tests", "-m"]
 CPU_THREADS = 2
 """Cores for the NumPy back end, so that machines of any size can be compared."""
 

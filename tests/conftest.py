@@ -69,15 +69,28 @@ def _has_its_turn(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("share")
     if marker is None:
         return True
-    from cuflash.gpu.compile import source_digest
     from cuflash.plan.table import KERNELS
 
     # Kernels that take the same case take turns.
-    name, rank = item.nodeid, 0
     spec = item.callspec.params.get("spec")
-    if spec is not None:
-        name, rank = name.replace(spec.name, ""), KERNELS.index(spec)
-    return (crc32(f"{name} {source_digest()}".encode()) + rank) % marker.args[0] == 0
+    if spec is None:
+        return _in_turn(item.nodeid, marker.args[0])
+    return _in_turn(item.nodeid.replace(spec.name, ""), marker.args[0], KERNELS.index(spec))
+
+
+def _in_turn(name: str, parts: int, rank: int = 0) -> bool:
+    from cuflash.gpu.compile import source_digest
+
+    return (crc32(f"{name} {source_digest()}".encode()) + rank) % parts == 0
+
+
+Share = Callable[[str, int], bool]
+
+
+@pytest.fixture
+def share(request: pytest.FixtureRequest) -> Share:
+    """`share(name, parts)`: whether something within a test has its turn, as tests marked `share` have."""
+    return (lambda name, parts: True) if request.config.getoption("thorough") else _in_turn
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -87,6 +100,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if lacking:
         missing = "; ".join(sorted({reason.removeprefix(NO_GPU) for reason in lacking}))
         terminalreporter.write_line(f"{len(lacking)} tests were skipped for lack of a GPU: {missing}", yellow=True)
+    from cuflash.plan.table import KERNELS
+
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    for spec in KERNELS:
+        seconds = sum(
+            getattr(report, "duration", 0.0) for report in reports if spec.name in getattr(report, "nodeid", "")
+        )
+        if seconds > 10:
+            terminalreporter.write_line(f"tests named for {spec.name} took {seconds:.0f} s")
 
 
 @pytest.fixture

@@ -89,6 +89,7 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
     [(75, "float16"), (80, "float16"), (86, "float16"), (80, "float32"), (86, "float64")],
 )
 @pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
+@pytest.mark.share(len(KERNELS))
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The two tallest tiles and the lowest, of devices with less shared memory."""
     case, device = CASES_BY_NAME[name], device_of(capability)
@@ -100,6 +101,7 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
         assert_right(case, dtype, Emulator(spec.name, tile, device))
 
 
+@pytest.mark.share(2)
 @pytest.mark.parametrize(
     "name", ["everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything"]
 )

@@ -225,6 +225,7 @@ ONE_KEY: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.share(3)
 @back_ends
 @pytest.mark.parametrize("head_dim", [32, 224])
 @pytest.mark.parametrize("options", ONE_KEY.values(), ids=ONE_KEY)

@@ -193,6 +193,7 @@ SPLIT_CASES = [
 @emulated
 @rows
 @pytest.mark.parametrize("name", SPLIT_CASES)
+@pytest.mark.share(len(KERNELS))
 def test_cases(spec: KernelSpec, name: str) -> None:
     """Every number of splits from 2 to more than there are tiles, by case, and accumulators of both types in turn."""
     taken = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes]
@@ -202,6 +203,7 @@ def test_cases(spec: KernelSpec, name: str) -> None:
 
 @emulated
 @rows
+@pytest.mark.share(len(KERNELS))
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
 @pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:

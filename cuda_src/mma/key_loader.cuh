@@ -1,4 +1,4 @@
-// Tiles of K and V on their way into shared memory, for mma.sync: last tile first, rows in the order of mma_tile.cuh.
+// Tiles of K and V on their way into shared memory, for mma.sync: last tile first, rows in the order of mma/tile.cuh.
 #pragma once
 
 #include "mma/tile.cuh"

@@ -1,6 +1,6 @@
 """NumPy back end: tiled attention with the online softmax, in O(N) memory, on all cores.
 
-The work is cut into blocks of heads and query rows (`cpu_blocks`); a block walks over the tiles of keys that it can see
+The work is cut into blocks of heads and query rows (`blocks`); a block walks over the tiles of keys that it can see
 and keeps, per row, the largest logit, the sum of weights and the weighted values. How it is cut depends on the problem
 only, and each block is reduced in one fixed order by BLAS on one thread, so results do not depend on the number of
 threads. Nothing is decided by the values of keys that a row does not see, so its bits do not depend on them.

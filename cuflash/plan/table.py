@@ -1,6 +1,6 @@
 """The table of kernels: one `KernelSpec` row each, fastest first. A row's tiles lie in the `tiles_*.py` of its tier.
 
-Dispatch, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that
+Plans, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that
 accepts a problem serves it. The last row takes everything.
 """
 

@@ -1,8 +1,8 @@
 """Arrays as callers pass them, read without importing the library they come from.
 
 `inspect` turns a NumPy array, a CuPy array, or any object with `__dlpack__` or `__cuda_array_interface__` on a GPU into
-an `ArrayInfo`, `stand_in` something with `shape`, `dtype` and maybe `strides`. This is the one place that knows array
-libraries.
+an `ArrayInfo`, `stand_in` something with `shape`, `dtype` and maybe `strides`. Repeated calls, which have been through
+here once, are looked up without it.
 """
 
 from __future__ import annotations
