@@ -1,5 +1,5 @@
-// The run-time arguments of the kernels, one struct passed by value. cuflash/gpu/params.py mirrors AttentionParams field
-// by field, cuflash/gpu/combine.py CombineParams.
+// The run-time arguments of the kernels, one struct passed by value. cuflash/gpu/params.py mirrors AttentionParams
+// field by field, cuflash/gpu/combine.py CombineParams.
 #pragma once
 
 #include "common/config.cuh"
