@@ -110,9 +110,8 @@ def _as_rows(x: Array, shape: tuple[int, ...]) -> Array | None:
     """View (*lead, group, rows, columns) as (*lead, group * rows, columns), if there is a view that BLAS can write."""
     if x.flags.c_contiguous:
         return x.reshape(shape)
-    view = x.view()
-    try:
-        view.shape = shape
-    except AttributeError:
+    (group, rows), (group_step, row_step) = x.shape[-3:-1], x.strides[-3:-1]
+    if group > 1 and rows > 1 and group_step != rows * row_step:
         return None
+    view = x.reshape(shape)
     return view if is_blas_matrix(view) else None

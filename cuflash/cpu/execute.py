@@ -15,7 +15,6 @@ from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
 
 CACHE_SIZE = 1024
-_NO_OPTIONS = (None, None, None, None)
 _calls: dict[Any, HostCall] = {}
 
 
@@ -33,10 +32,11 @@ class HostCall:
             shape, dtype.itemsize
         )
         self._new_out = (shape, dtype) if is_usual else None
-        # Shape as broadcast and shape in the sequence, None if there is no such array.
-        self._forms: list[tuple[tuple[int, ...], Any]] = [
-            ((), None) if x is None else (x.shape, getattr(sequence, name).shape)
-            for name, x in zip(cpu.ARRAYS, map(arrays.get, cpu.ARRAYS), strict=True)
+        # Place, shape as broadcast and shape in the sequence of each array that there is.
+        self._forms = [
+            (place, x.shape, getattr(sequence, name).shape)
+            for place, name in enumerate(cpu.ARRAYS)
+            if (x := arrays[name]) is not None
         ]
 
     def takes(self, workspace: Any, arrays: tuple[Any, ...]) -> bool:
@@ -59,13 +59,11 @@ class HostCall:
             out = np.empty(*self._new_out)
         else:
             out, lse = _results(problem, self._rows, out, lse)
-        # A call without options names none.
-        options = arrays[5:9] or _NO_OPTIONS
-        views = [
-            None if shape is None else _broadcast(x, full).reshape(shape)
-            for x, (full, shape) in zip((*arrays[:3], out, lse, *options), self._forms, strict=True)
-        ]
-        cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[arg-type, call-arg]
+        given = (*arrays[:3], out, lse, *arrays[5:9])  # a call without options names none
+        views: list[Any] = [None] * len(cpu.ARRAYS)
+        for place, full, shape in self._forms:
+            views[place] = _broadcast(given[place], full).reshape(shape)
+        cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[call-arg]
         return out if problem.lse is None else (out, lse)
 
 

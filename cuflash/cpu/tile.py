@@ -161,7 +161,8 @@ def _by_diagonal(diagonals: Array, num_rows: int, num_keys: int, rows_last: bool
 
 def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Array:
     """Return x (..., rows, columns) in the dtype of the computation, in a layout that BLAS reads without a copy."""
-    if x.dtype == dtype and x.flags.aligned and is_blas_matrix(x):
+    flags = x.flags
+    if x.dtype == dtype and flags.aligned and (flags.c_contiguous or is_blas_matrix(x)):
         return x
     copy = scratch.take(name, x.shape, dtype)
     widen_into(copy, x)
@@ -170,8 +171,6 @@ def operand(x: Array, name: str, dtype: np.dtype[Any], scratch: Scratch) -> Arra
 
 def is_blas_matrix(x: Array) -> bool:
     """Whether rows or columns (..., rows, columns) lie in memory as BLAS wants them: elements next to each other."""
-    if x.flags.c_contiguous:
-        return True
     itemsize, (rows, columns), (row_step, column_step) = x.itemsize, x.shape[-2:], x.strides[-2:]
     return (column_step == itemsize and row_step >= columns * itemsize and row_step % itemsize == 0) or (
         row_step == itemsize and column_step >= rows * itemsize and column_step % itemsize == 0
