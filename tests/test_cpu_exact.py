@@ -435,3 +435,17 @@ def test_matrices_whose_columns_lie_in_one_piece(dtype: Any) -> None:
             out = cuflash.attention(q, k, v, **options)
             assert rows == 1 or out.strides[1] == out.itemsize
             np.testing.assert_allclose(out, reference.attention(q, k, v, **options)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [1e37, 5e37, 3e38])
+def test_large_softcaps_of_scores_that_are_larger_when_scaled(softcap: float) -> None:
+    q, k, v = (np.array(x, np.float32) for x in ([[[1.0]]], [[[3.5e8], [7e8]]], [[[0.0], [1.0]]]))
+    _agrees(np.float32, q, k, v, scale=1e30, softcap=softcap)
+
+
+@pytest.mark.parametrize("slope", [np.nan, -np.inf, np.inf, -1e308])
+def test_the_lse_of_a_row_without_keys_whatever_the_slope(slope: float) -> None:
+    x = np.ones((1, 3, 2), np.float32)
+    slopes = np.array([slope])
+    out, lse = cuflash.attention(x, x, x, alibi_slopes=slopes, causal=True, query_offset=-10, return_lse=True)
+    assert (out == 0).all() and np.isneginf(lse).all()

@@ -228,6 +228,7 @@ def _attend(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Softmax:
         k = operand(block.of_keys(sequence.k, tile), "k", dtype, scratch)
         scores = scratch.scores(by_keys, shape, tile.stop - tile.start, dtype)
         scores.multiply(q, k)
+        scores.flat *= dtype.type(arithmetic.scale)
         hide = partial(to_logits, scores.logits, block, tile, arithmetic, scratch)
         if dtype == FLOAT32 and not scores.all_finite():
             found = scores.rows_beyond(hide)
@@ -305,7 +306,7 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
         total, peak = total.astype(np.float64), peak.astype(np.float64)
         if sequence.alibi_slopes is not None and block.distance:
             peak -= (block.of_heads(sequence.alibi_slopes).astype(np.float64) * block.distance)[..., np.newaxis]
-        lse = peak + np.log(total)
+        lse = np.where(total == 0, -np.inf, peak + np.log(total))
         if sequence.sinks is not None:
             sinks = block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
             top = np.maximum(peak, sinks)

@@ -14,9 +14,8 @@ KEYS_PER_ROW = 8
 """With more keys for each row of a head, keys are the last axis of the scores in memory."""
 KEYS_OF_A_SUM = 64
 """So many weights are added up one behind the other; the error of longer sums would grow with them."""
-
-
 MAX_VIEWS = 64
+"""Of a thread's memory, to be found again."""
 
 
 class Scratch:

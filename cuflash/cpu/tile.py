@@ -48,13 +48,11 @@ def queries_of(block: Block, dtype: np.dtype[Any], scratch: Scratch) -> Array:
 
 
 def to_logits(logits: Array, block: Block, keys: slice, arithmetic: Arithmetic, scratch: Scratch) -> None:
-    """Turn the scores of a tile (*lead, group, rows, keys) into logits in place, -inf where hidden.
+    """Turn the scaled scores of a tile (*lead, group, rows, keys) into logits in place, -inf where hidden.
 
     What slope * distance adds to all pairs of a block alike is left out, as it might be all that float32 can hold.
     """
     sequence, dtype = block.sequence, arithmetic.dtype
-    if arithmetic.scale != 1.0:
-        logits *= dtype.type(arithmetic.scale)
     if arithmetic.softcap:
         _cap(logits, arithmetic)
     hidden = None
