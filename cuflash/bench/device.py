@@ -29,7 +29,7 @@ class NumpyBackend:
     gemm_size = 1024
     copy_bytes = 256 << 20
     rest_seconds = 0.2
-    """Pause before each phase, in which the threads of the library before stop spinning."""
+    """Pause before something is timed, in which the threads of what ran before stop spinning; OpenBLAS's take 0.1 s."""
     enough_seconds = 5.0
     """Time after which a function that is slow has been run often enough."""
     loop_seconds = 1e-3
@@ -54,6 +54,7 @@ class NumpyBackend:
 
         Caches are cold, but for what takes less than `loop_seconds` on the CPU.
         """
+        time.sleep(self.rest_seconds)
         function()
         times: list[float] = []
         while len(times) < repeats and (len(times) < 3 or sum(times) < self.enough_seconds):
@@ -165,7 +166,6 @@ class GpuBackend(NumpyBackend):
 
 def measure_limits(backend: NumpyBackend, dtypes: list[str]) -> dict[str, Any]:
     """What the machine can do at most: TFLOP/s of the library's matrix products by dtype, and GB/s of a copy."""
-    time.sleep(backend.rest_seconds)
     measured: dict[str, float] = {}
     for dtype in dtypes:
         stands_for = backend.gemm_dtype(dtype)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -71,12 +70,10 @@ def measure(
         inputs = make_inputs(case, backend.xp)
         exact = exact_result(inputs, backend.xp) if request.verify else None
         for kernel in request.kernels(backend.name):
-            time.sleep(backend.rest_seconds)
             with chosen(kernel, request.tile):
                 results.append(_measure_kernel(inputs, exact, backend, request, limits) | {"automatic": not kernel})
         for name, prepare in peers.items():
             backend.release()
-            time.sleep(backend.rest_seconds)
             results.append({"peer": name} | _measure_peer(prepare, inputs, exact, backend, request, limits))
         del inputs
         backend.release()
