@@ -23,6 +23,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 import numpy as np
+import threadpoolctl
 
 Item = TypeVar("Item")
 
@@ -182,12 +183,9 @@ _helpers = _Helpers()
 
 
 def _find_limit() -> _Limit:
-    """Find the BLAS library that NumPy calls, once."""
+    """Find the BLAS library that NumPy calls, once: when it is needed, as that takes milliseconds."""
     global _limit
-    # Imported late: `import cuflash` must stay quick, and finding the libraries takes milliseconds.
-    from threadpoolctl import ThreadpoolController
-
-    libraries = ThreadpoolController().select(user_api="blas").lib_controllers
+    libraries = threadpoolctl.ThreadpoolController().select(user_api="blas").lib_controllers
     libraries = [library for library in libraries if library.num_threads is not None]
     # Wheels of NumPy bring their own; what other packages' wheels bring is left alone.
     folder = os.path.dirname(os.path.realpath(np.__file__))

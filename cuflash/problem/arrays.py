@@ -111,7 +111,8 @@ def _refuse(name: str, got: str, hint: str = "") -> NoReturn:
 
 
 def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
-    if isinstance(x, np.ma.MaskedArray):
+    # NumPy imports `numpy.ma` when it is named, which a signal handler must not do in the middle of the same.
+    if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         _refuse(name, "a numpy.ma.MaskedArray", "; pass x.filled(...) and, for hidden keys, mask=")
     if isinstance(x, np.matrix):
         _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
