@@ -52,11 +52,12 @@ lint: $(test_ready)
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
 	$(run) -c 'import clang_format; clang_format.clang_format()' --dry-run --Werror \
-	    cuda_src/*.cu cuda_src/*/*.cuh tests/cpu_cuda/*.h tests/cpu_cuda/*.cpp tests/cpu_cuda/ptx/*.cuh tests/hip/*.h tests/hip/ptx/*.cuh
+	    cuda_src/*.cu cuda_src/*/*.cuh tests/emulator/*.h tests/emulator/*.cpp tests/emulator/ptx/*.cuh \
+	    tests/emulator/hip/*.h tests/emulator/hip/ptx/*.cuh
 	$(run) -m mypy
 
 notebooks: $(test_ready)
-	$(run) tests/test_notebooks.py
+	$(run) tests/tools/test_notebooks.py
 
 wheel: $(test_ready)
 	$(run) -m build

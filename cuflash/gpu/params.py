@@ -54,7 +54,7 @@ _FORM_FIELDS = (
     *((name, "i") for name in _INT32),
 )
 FIELDS: tuple[tuple[str, str], ...] = (*_POINTER_FIELDS, *_LENGTH_FIELDS, *_FORM_FIELDS)
-"""Name and `struct` format of every field; tests/test_sources.py has the compiler confirm the offsets."""
+"""Name and `struct` format of every field; tests/kernels/test_sources.py has the compiler confirm the offsets."""
 
 
 def _format(fields: tuple[tuple[str, str], ...]) -> str:

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES_BY_NAME, DTYPES
-from cpu_cuda.emulator import Emulator, compiler
+from emulator.emulator import Emulator, compiler
+from emulator.test_kernels import assert_right, dtypes, rows
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_cuda import assert_right, dtypes, rows
-from test_plan import H200, dense, gpu, packed, square
 
 import cuflash
 from cuflash import reference
@@ -36,6 +35,7 @@ from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.problem.problem import Problem
 from cuflash.settings import AUTOMATIC, Settings
 from cuflash.testing import check, describe, make_data, run
+from plan.test_plan import H200, dense, gpu, packed, square
 
 emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_cuda.emulator import compiler, merge
+from emulator.emulator import compiler, merge
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import logsumexp, softmax

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_cuda.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
 
 from cuflash.gpu.compile import compiler_options, source_digest, source_folder
 from cuflash.gpu.params import divisor
 from cuflash.problem.arrays import DTYPES
+from emulator.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
@@ -649,7 +649,7 @@ def test_wmma(back_end: str, dtype: str, transposed: bool, tmp_path: Path) -> No
 
 def test_every_instruction_has_its_definition() -> None:
     """A kernel may only use what the harness knows."""
-    here = Path(__file__).parent / "cpu_cuda" / "ptx"
+    here = Path(__file__).parent / "ptx"
     assert sorted(path.name for path in source_folder().glob("ptx/*.cuh")) == sorted(
         path.name for path in here.glob("*")
     )

@@ -361,7 +361,7 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
         try:
             assert_right_twice(call, cupy, spec=spec)
         except ValueError as error:
-            # A row may refuse; tests/test_forward.py knows when.
+            # A row may refuse; tests/kernels/test_forward.py knows when.
             if "cannot serve this call" not in str(error):
                 raise
 

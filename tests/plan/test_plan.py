@@ -1,6 +1,6 @@
 """The choice of kernel, tile and grid, without a GPU.
 
-`python tests/test_plan.py` prints the golden table anew, for when a plan is changed on purpose.
+`python tests/plan/test_plan.py` prints the golden table anew, for when a plan is changed on purpose.
 """
 
 from __future__ import annotations

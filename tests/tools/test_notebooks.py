@@ -16,7 +16,7 @@ nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 MACHINE_DEPENDENT = "machine-dependent"
 """Tag of cells whose text other machines need not repeat: times, numbers of threads, registers, single roundings."""

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("setuptools", minversion="64")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 CUDA_SOURCES = {
     path.relative_to(ROOT).as_posix() for suffix in ("cu", "cuh") for path in (ROOT / "cuda_src").rglob(f"*.{suffix}")
 }

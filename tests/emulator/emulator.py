@@ -78,7 +78,7 @@ def _key(*parts: str) -> str:
 @lru_cache(maxsize=1)
 def _harness_digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted([*HERE.rglob("*.h"), *HERE.rglob("*.cuh"), *HERE.glob("*.cpp")]):
+    for path in sorted([*HERE.glob("*.h"), *HERE.glob("ptx/*.cuh"), *HERE.glob("*.cpp")]):
         digest.update(path.read_bytes())
     version = subprocess.run([compiler() or "g++", "--version"], capture_output=True, check=True).stdout
     return _key(digest.hexdigest(), version.decode(), platform.node(), str(DEBUG))

@@ -1,4 +1,4 @@
-"""Every row of the kernel table on the CPU: its own source, every memory access checked (see cpu_cuda/)."""
+"""Every row of the kernel table on the CPU: its own source, every memory access checked (see emulator.py)."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
-from cpu_cuda.emulator import Emulator, compiler
 from hypothesis import given, settings
-from test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
-from test_random import assert_right_twice as assert_call_right_twice
+from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
+from kernels.test_random import assert_right_twice as assert_call_right_twice
 
 from cuflash.gpu import launch
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.problem.problem import describe_attention, describe_varlen
 from cuflash.testing import Case, check, describe, make_data, run
+from emulator.emulator import Emulator, compiler
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
@@ -44,7 +44,7 @@ def assert_right(case: Case, dtype: str, emulator: Emulator, *, twice: bool = Tr
 def test_cases(spec: KernelSpec, number: int, case: Case) -> None:
     """Each in one of the dtypes that the row takes, in turn, and twice in one of the rows.
 
-    On a GPU tests/test_forward.py runs all combinations.
+    On a GPU tests/kernels/test_forward.py runs all combinations.
     """
     taken = _taken(spec, case)
     if not taken:

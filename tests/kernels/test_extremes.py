@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from cpu_cuda import emulator
-from cpu_cuda.emulator import Emulator, compiler
+from emulator import emulator
+from emulator.emulator import Emulator, compiler
 
 import cuflash
 from cuflash import reference

@@ -11,11 +11,11 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-from cpu_cuda.emulator import shadow_sources
-from test_sources import representative_plans
+from kernels.test_sources import representative_plans
 
 from cuflash.gpu.compile import entry_text
 from cuflash.plan.table import KERNELS, KernelSpec
+from emulator.emulator import shadow_sources
 
 HERE = Path(__file__).resolve().parent / "hip"
 PORTED = ("forward_scalar", "forward_wmma")

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from cases import CASES_BY_NAME
-from cpu_cuda.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
-from test_cpu_cuda import MALFORMED, malformed
-from test_forward_mma import (
+from kernels.test_forward_mma import (
     alibi,
     alibi_scales,
     alibi_with_few_registers,
@@ -33,6 +31,8 @@ from cuflash.gpu.compile import source_folder
 from cuflash.plan.table import HELPERS, KERNELS
 from cuflash.problem.problem import describe_attention
 from cuflash.testing import check, describe, make_data, run
+from emulator.emulator import EmulationError, Emulator, compiler, merge, shadow_sources
+from emulator.test_kernels import MALFORMED, malformed
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 

@@ -1,6 +1,6 @@
 """Short forms of the kernel whose scores stay in registers, and the order of its tiles, run on the CPU.
 
-Functions take an emulator, as tests/test_mutations.py calls them with changed sources too.
+Functions take an emulator, as tests/emulator/test_mutations.py calls them with changed sources too.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cpu_cuda.emulator import Emulator, compiler
+from emulator.emulator import Emulator, compiler
 
 import cuflash.plan.plan
 from cuflash import reference

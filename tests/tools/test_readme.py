@@ -17,7 +17,7 @@ import cuflash
 from cuflash.bench import plot
 from cuflash.bench import report as reports
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "README.md").read_text()
 INTRODUCTION = TEXT.partition("\n## ")[0]
 

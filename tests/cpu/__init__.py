@@ -1,0 +1,1 @@
+"""The NumPy back end."""

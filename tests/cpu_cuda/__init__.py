@@ -1,1 +1,0 @@
-"""Runs the kernels' own sources on the CPU, without a GPU: test equipment, not a back end."""

@@ -1,0 +1,1 @@
+"""The CuPy back end; most of it needs a GPU."""

@@ -1,0 +1,1 @@
+"""What every row of the kernel table owes, on whatever it runs."""

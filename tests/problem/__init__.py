@@ -1,0 +1,1 @@
+"""What a call means, and what it must not be; no device."""

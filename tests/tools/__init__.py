@@ -1,0 +1,1 @@
+"""What lies around the function: commands, demo, benchmark, notebooks, and what is shipped."""
