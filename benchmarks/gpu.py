@@ -24,6 +24,7 @@ from cuflash.plan.table import KERNELS
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--thorough", "tests", "-m"]
+BENCH = [sys.executable, "-m", "cuflash", "bench", "--peers", str(ROOT / "benchmarks" / "peers.py")]
 CPU_THREADS = 2
 """Cores for the NumPy back end, so that machines of any size can be compared."""
 
@@ -68,7 +69,7 @@ def bench_gpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]
     """Measure the GPU back end and store the results under the GPU's name."""
     begin = time.perf_counter()
     stored = results / "gpu.json"
-    command = [sys.executable, "-m", "cuflash", "bench", "--backend", "gpu", "--json", str(stored), *options]
+    command = [*BENCH, "--backend", "gpu", "--json", str(stored), *options]
     finished = _finish("bench-gpu", _run("bench-gpu", command, logs), begin)
     if stored.is_file():
         model = json.loads(stored.read_text())["device"].split()[-1].lower()
@@ -79,7 +80,7 @@ def bench_gpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]
 def bench_cpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
     """Measure the NumPy back end, and its peers, on `CPU_THREADS` cores."""
     begin = time.perf_counter()
-    command = [sys.executable, "-m", "cuflash", "bench", "--backend", "numpy", "--json", str(results / "cpu.json")]
+    command = [*BENCH, "--backend", "numpy", "--json", str(results / "cpu.json")]
     # Nothing but the cores limits NumPy's own BLAS and the peers as well; a process inherits them.
     usable = os.sched_getaffinity(0)
     os.sched_setaffinity(0, few_cores(CPU_THREADS))

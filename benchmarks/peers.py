@@ -1,18 +1,21 @@
-"""Other ways to compute attention, for `python -m cuflash bench`, which finds this file beside the package.
+"""Other ways to compute attention: `python -m cuflash bench --peers benchmarks/peers.py`.
 
-`peers` names them: the formula as one writes it down, and PyTorch's function where PyTorch is installed. Each takes the
-inputs of a problem and returns a function to time, or raises where it cannot serve the problem. `small_calls` and
-`release` are optional.
+`peers` names them: the formula as one writes it down, cuDNN by way of its own Python module, as one calls it with CuPy,
+and PyTorch's function, each where it is installed. Each takes the inputs of a problem and returns a function to time,
+or raises where it cannot serve the problem. `small_calls`, `release` and `versions` are optional.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from cuflash.bench.cases import Inputs
+from cuflash.bench.cases import Case, Inputs
 from cuflash.bench.check import visible
 from cuflash.bench.measure import Peer
 from cuflash.settings import num_threads
@@ -34,10 +37,13 @@ def naive(backend: str) -> Peer:
 
             if inputs.q.dtype.itemsize == 2:
                 raise TypeError("NumPy multiplies matrices of 16 bits without BLAS")
-        case, (q, k, v, bias) = inputs.case, inputs[1:]
+        case, (q, k, v, bias, slopes) = inputs.case, inputs[1:]
         scale = q.dtype.type(case.head_dim**-0.5)
         hidden = ~visible(case, slice(None), xp) if case.causal or case.window is not None else None
         group_size = case.heads // case.kv_heads
+        if slopes is not None:
+            position = xp.arange(case.seqlen_q)[:, None] + (case.seqlen_k - case.seqlen_q)
+            distance = abs(position - xp.arange(case.seqlen_k)).astype(slopes.dtype)
 
         def compute() -> Any:
             keys, values = (x if group_size == 1 else x.repeat(group_size, axis=1) for x in (k, v))
@@ -47,6 +53,8 @@ def naive(backend: str) -> Peer:
                 scores = xp.tanh(scores / scores.dtype.type(case.softcap)) * scores.dtype.type(case.softcap)
             if bias is not None:
                 scores += bias
+            if slopes is not None:
+                scores -= (slopes[:, None, None] * distance).astype(scores.dtype)
             if hidden is not None:
                 xp.putmask(scores, xp.broadcast_to(hidden, scores.shape), -xp.inf)
             scores -= scores.max(-1, keepdims=True)
@@ -59,11 +67,84 @@ def naive(backend: str) -> Peer:
     return prepare
 
 
+def cudnn_options(case: Case, cudnn: Any) -> dict[str, Any]:
+    """Keyword arguments of cuDNN's `sdpa` for a problem; NotImplementedError where it has none."""
+    if case.softcap is not None:
+        raise NotImplementedError("has no softcap")
+    left, right = case.window or (None, None)
+    if case.causal:
+        right = 0 if right is None else min(right, 0)
+    if case.seqlen_q == 1:
+        right = None  # no key is behind the last one
+    options: dict[str, Any] = {"attn_scale": case.head_dim**-0.5, "use_alibi_mask": case.alibi}
+    if left is not None or right is not None:
+        # Aligned to the top left it serves more: a bias, and ALiBi.
+        square = case.seqlen_q == case.seqlen_k
+        options["diagonal_alignment"] = getattr(cudnn.diagonal_alignment, "TOP_LEFT" if square else "BOTTOM_RIGHT")
+    if left is not None:
+        options["diagonal_band_left_bound"] = left + 1  # it counts the query's own key
+    if right is not None:
+        options["diagonal_band_right_bound"] = right
+    return options
+
+
+@cache
+def cudnn_handle(device: int) -> Any:
+    """The handle of a GPU, which must be the current one; it lives as long as the process."""
+    import cudnn
+
+    return cudnn.create_handle()
+
+
+def cudnn_gpu(inputs: Inputs) -> Callable[[], Any]:
+    """Build cuDNN's graph of a problem, and return its execution on CuPy's memory and current stream.
+
+    Addresses are all that is passed, so that neither DLPack nor the dtypes that it knows matter. Strides are those of
+    the arrays. What cuDNN cannot serve it refuses when the graph is built.
+    """
+    import cudnn
+    import cupy
+
+    release()
+    case = inputs.case
+    if case.dtype not in ("float16", "bfloat16"):
+        raise NotImplementedError("computes float16 and bfloat16 only")
+    dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[case.dtype]
+    handle = cudnn_handle(inputs.q.device.id)
+    cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
+    graph = cudnn.pygraph(
+        io_data_type=dtype,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+
+    def layout(x: Any) -> dict[str, list[int]]:
+        return {"dim": list(x.shape), "stride": [step // x.itemsize for step in x.strides]}
+
+    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+    if inputs.bias is not None:
+        arrays["bias"] = inputs.bias.reshape(1, *inputs.bias.shape)  # a new axis has a stride of 0, which is no layout
+    operands = {name: graph.tensor(name=name, data_type=dtype, **layout(x)) for name, x in arrays.items()}
+    result, _ = graph.sdpa(name="sdpa", generate_stats=False, **operands, **cudnn_options(case, cudnn))
+    out = cupy.empty(case.shape_out, inputs.q.dtype)
+    result.set_output(True).set_data_type(dtype).set_dim(layout(out)["dim"]).set_stride(layout(out)["stride"])
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    workspace = cupy.empty(max(1, graph.get_workspace_size()), "uint8")
+    memory = {operands[name]: x for name, x in arrays.items()} | {result: out}
+
+    def compute() -> Any:
+        graph.execute({tensor: x.data.ptr for tensor, x in memory.items()}, workspace.data.ptr, handle=handle)
+        return out
+
+    return compute
+
+
 def torch_options(inputs: Inputs, tensor: Callable[[Any], Any]) -> dict[str, Any]:
     """Keyword arguments of PyTorch's function for a problem; NotImplementedError where it has none."""
     case = inputs.case
-    if case.window is not None or case.softcap is not None:
-        raise NotImplementedError("has neither windows nor softcap")
+    if case.window is not None or case.softcap is not None or case.alibi:
+        raise NotImplementedError("has no windows, no softcap and no ALiBi")
     if case.causal and case.seqlen_q not in (1, case.seqlen_k):
         raise NotImplementedError("is causal from the top left")
     # One query at the last key sees everything; to PyTorch it would stand at the first.
@@ -124,9 +205,24 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
+def versions() -> dict[str, str]:
+    """Of the libraries that have been imported."""
+    found = {}
+    if sys.modules.get("torch") is not None:
+        found["torch"] = str(sys.modules["torch"].__version__)
+    cudnn = sys.modules.get("cudnn")
+    if cudnn is not None:
+        found["cudnn-frontend"] = str(cudnn.__version__)
+        with suppress(RuntimeError):  # the module is there without the library
+            found["cuDNN"] = str(cudnn.backend_version_string())
+    return found
+
+
 def peers(backend: str) -> dict[str, Peer]:
     """Peers that can be imported here, by name; `backend` is "gpu" or "numpy"."""
     found = {"naive CuPy" if backend == "gpu" else "naive NumPy": naive(backend)}
+    if backend == "gpu" and importlib.util.find_spec("cudnn") is not None:
+        found["cuDNN"] = cudnn_gpu
     try:
         import torch
     except ImportError:

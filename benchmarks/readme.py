@@ -39,7 +39,8 @@ PROBLEMS = {
 """Those of the README, by back end: the usual ones, whoever wins them."""
 LEGEND = """\
 B: batch, H: heads (of queries/of keys), N: tokens (queries x keys), D: head_dim. Errors are relative, against float64.
-torch's cuDNN, flash, efficient and math are back ends of its `scaled_dot_product_attention`.
+torch's cuDNN, flash, efficient and math are back ends of its `scaled_dot_product_attention`; cuDNN alone is called
+through its own Python module, on CuPy arrays.
 
 Everything that was measured, with versions and limits: {pages}. `python benchmarks/gpu.py bench --results
 benchmarks/results` measures it again, `python benchmarks/readme.py` writes this section."""

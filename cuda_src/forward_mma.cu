@@ -12,25 +12,17 @@
 // Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
 
-#include "mma/key_loader.cuh"
-#include "mma/key_walk.cuh"
-#include "mma/logits.cuh"
+#include "common/schedule.cuh"
+#include "mma/copy_keys.cuh"
+#include "mma/output.cuh"
 #include "mma/products.cuh"
-#include "mma/queries.cuh"
-#include "mma/store.cuh"
-#include "mma/total.cuh"
 
 namespace cuflash {
-
-constexpr int kTilesPerSum = 4096 / kBlockN;  // until then the drift is a tenth of the rounding to 16 bits
-
-// Warps pass by tiles that none of their rows sees, where that does not cost the registers of others.
-constexpr bool kSkipUnseen = kStages > 1 && kRowTiles*(kFeatureTiles + kKeyTiles) <= 40;
 
 struct SharedTiles {
     alignas(16) Element q[kBlockM][kPitchQ];
     KeyTiles stages[kStages];
-    alignas(16) Element p[kShare > 1 ? kBlockM : 1][kPitchP];
+    alignas(16) Element p[kWarpsPerRow > 1 ? kBlockM : 1][kPitchP];
     alignas(16) TileRow rows[kBlockM];
     RowMaxima maxima;
     Exchange exchange;
@@ -39,184 +31,311 @@ struct SharedTiles {
     LogitUnit unit;
 };
 
-// Where registers are few, the walk stays in shared memory.
-using KeptWalk = WalkKeeper<kShare == 1 && !kFewRegisters && kThreads * kMinBlocks <= 256>::Type;
-
-// With one buffer for the next tile, copies are issued in the first steps of a product.
-template <int kSteps>
-constexpr int kEarlySteps = kSteps < 2 ? kSteps : 2;
-
 using CopyK = TileCopy<kHeadDim, kPitchK>;
 using CopyV = TileCopy<kHeadDimV, kPitchV>;
 
-__device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    const TileMap& tile = shared.tile;
-    TileKeys keys;
-    if (threadIdx.x < 32 && map_block(params, shared.tile, keys)) shared.walk = key_walk(keys);
-    if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
-    __syncthreads();
-    if (tile.num_rows == 0) return;
-    KeptWalk walk = shared.walk;
-    const Warp first_warp(threadIdx.x);
-    const bool lags = first_warp.lags();
-    // Of a staggered block one half copies K, the other V.
-    const Strides strides_of_half = lags ? params.v_strides : params.k_strides;
-    const Strides& k_strides = kStaggered ? strides_of_half : params.k_strides;
-    const auto copy_k = [&](int i, const Warp& warp) {
-        return CopyK(lags ? tile.v : tile.k, k_strides, walk.first_key(i),
-                     lags ? shared.stages[0].v[0] : shared.stages[0].k[0], lags ? params.head_dim_v : params.head_dim,
+__device__ __forceinline__ int stage_of(int i) { return i & (kStages - 1); }
+
+// What a thread needs from tile to tile, and the steps that all walks are made of. Arrays are variables of their own:
+// a struct that has them is not in registers before all loops are unrolled, and addresses beside them come out worse.
+struct Worker {
+    const AttentionParams& params;
+    SharedTiles& shared;
+    RowStates& states;
+    Output& o;
+    OutputTotal& total;
+    KeptQueries& kept;
+    KeptWalk walk;
+    float multiplier;  // makes bits of logits
+
+    __device__ __forceinline__ CopyK copy_k(int i, const Warp& warp) const {
+        return CopyK(shared.tile.k, params.k_strides, walk.first_key(i), shared.stages[0].k[0], params.head_dim,
                      warp.thread);
-    };
-    const auto copy_v = [&](int i, const Warp& warp) {
-        return CopyV(tile.v, params.v_strides, walk.first_key(i), shared.stages[0].v[0], params.head_dim_v,
+    }
+    __device__ __forceinline__ CopyV copy_v(int i, const Warp& warp) const {
+        return CopyV(shared.tile.v, params.v_strides, walk.first_key(i), shared.stages[0].v[0], params.head_dim_v,
                      warp.thread);
-    };
+    }
+
     // Where a lane reads operands.
-    const auto lane_q = [&](const Warp& warp) {
+    __device__ __forceinline__ SharedAddress lane_q(const Warp& warp) const {
         return shared_address(&shared.q[warp.first_row + warp.lane % 16][warp.lane / 16 * 8]);
-    };
-    const auto lane_k = [&](const Warp& warp, int stage) {
+    }
+    __device__ __forceinline__ SharedAddress lane_k(const Warp& warp, int stage) const {
         const int row = warp.lane / 16 * 8 + warp.lane % 8;
         return shared_address(&shared.stages[stage].k[warp.share * kWarpKeys + row][warp.lane / 8 % 2 * 8]);
-    };
-    const auto lane_p = [&](const Warp& warp) {
-        return shared_address(&shared.p[kShare > 1 ? warp.first_row + warp.lane % 16 : 0][warp.lane / 16 * 8]);
-    };
-    const auto lane_v = [&](const Warp& warp, int stage) {
+    }
+    __device__ __forceinline__ SharedAddress lane_p(const Warp& warp) const {
+        return shared_address(&shared.p[kWarpsPerRow > 1 ? warp.first_row + warp.lane % 16 : 0][warp.lane / 16 * 8]);
+    }
+    __device__ __forceinline__ SharedAddress lane_v(const Warp& warp, int stage) const {
         const int column = warp.share * kWarpFeatures + warp.lane / 16 * 8;
         return shared_address(&shared.stages[stage].v[warp.lane % 16][column]);
-    };
-
-    RowStates states(shared.maxima, first_warp);
-    OutputTotal total;
-    Output o = {};
-    bool pending = false;  // weights of the last tile are to be multiplied by V
-    KeptQueries kept;
-    const float multiplier = shared.unit.multiplier;  // makes bits of logits
-    CopyK next_k = copy_k(0, first_warp);
-    CopyV next_v = copy_v(0, first_warp);
-    copy_queries(params, tile, shared.q, first_warp);
-    cp_async_commit();
-    if (!lags) next_k.template load<false, 1>(k_strides, 0, walk.last_keys, 0);
-    if constexpr (kStages > 1 && !kStaggered) next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
-    cp_async_commit();
-    if constexpr (kStages == 1) {  // the first keys are multiplied while these arrive
-        next_v.template load<false, 1>(params.v_strides, 0, walk.last_keys, 0);
-        cp_async_commit();
     }
-    look_up_rows(params, tile, shared.unit, walk.num_tiles > 0, shared.rows, first_warp);
-    // Staggered blocks are alone on a multiprocessor: they multiply the first keys while the first values arrive.
-    const auto first_values_arrive = [](int i) {
-        if (!kStaggered || i != 0) return;
+
+    // What a warp sees of tile i. Its place is known once for a turn and again behind the products, see mma/budget.cuh.
+    __device__ __forceinline__ View view_of(int i, const Warp& warp) const {
+        return View(params, shared.tile, shared.unit, shared.rows, walk.first_key(i), warp);
+    }
+
+    // Looks up the rows, and takes Q from shared memory, when all copies but the newest kPending have arrived.
+    template <int kPending>
+    __device__ __forceinline__ void begin_rows(const Warp& warp) {
+        look_up_rows(params, shared.tile, shared.unit, walk.num_tiles > 0, shared.rows, warp);
+        if constexpr (kKeepQ) {
+            cp_async_wait_group<kPending>();
+            warp.wait();
+#pragma unroll
+            for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q(warp), step);
+        }
+    }
+
+    // S = QK^T. `copy_part(part)` is called kStepsK times.
+    template <typename CopyPart>
+    __device__ __forceinline__ void score(int i, const View& view, Scores& scores, TileLogits& logits,
+                                          CopyPart copy_part) {
+        const SharedAddress q = lane_q(view.warp), k = lane_k(view.warp, stage_of(i));
+        begin_scores(view, scores, logits);
+        multiply_qk(scores, q, kept, k, copy_part);
+    }
+
+    // Logits, and weights relative to the rows' references, which O follows.
+    __device__ __forceinline__ void weigh(int i, const View& view, bool at_edge, Scores& scores, TileLogits& logits,
+                                          Weights& weights) {
+        scores_to_logits(view, scores, logits);
+        // right either way: all of it is visible
+        if (at_edge) hide_scores(view, logits, scores);
+        RowValues maxima = states.maxima(view.warp), largest = logits.largest;
+        if (!kPolynomialLogits || !logits.is_polynomial) largest = largest_scores<kBiasDtype != 0>(scores);
+        if constexpr (kBiasDtype != 0) {
+            if (any_nan(largest)) {  // right either way: hiding does no harm
+                hide_by_bias(view_of(i, place_of_warp()), scores);
+                largest = largest_scores<false>(scores);
+            }
+        }
+        follow_maxima(maxima, largest, logits, multiplier, states, o, shared.exchange, view.warp);
+        scores_to_weights(scores, logits, maxima, multiplier, states.row_sum);
+        round_weights(weights, scores);
+        if constexpr (kWarpsPerRow > 1) {
+            store_weights(&shared.p[view.warp.first_row], view.warp.share * kWarpKeys, weights, view.lane);
+            view.warp.wait();
+        }
+    }
+
+    // O += PV. `copy_part(part)` is called kStepsV times.
+    template <typename CopyPart>
+    __device__ __forceinline__ void accumulate(int i, const Warp& warp, const Weights& own, CopyPart copy_part) {
+        multiply_pv(o, own, lane_p(warp), lane_v(warp, stage_of(i)), copy_part);
+    }
+
+    // At the end of a sum, before tile i: the total of earlier ones joins O, which starts again from zero, if there are
+    // more to come.
+    __device__ __forceinline__ void end_sum(int i) {
+        if (i > kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
+        if (i < walk.num_tiles) restart(o, total, states.maxima(place_of_warp()));
+    }
+
+    __device__ __forceinline__ void finish_rows() {
+        cp_async_wait();
+        store_rows(params, shared.tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
+    }
+};
+
+// All warps take the same steps between two barriers. With two buffers the next K and V are copied during S = QK^T,
+// with one V of the same tile, and then the next K during O += PV.
+struct InStep : Worker {
+    CopyK next_k;
+    CopyV next_v;
+
+    // With one buffer for the next tile, copies are issued in the first steps of a product.
+    template <int kSteps>
+    static constexpr int kEarlySteps = kSteps < 2 ? kSteps : 2;
+
+    __device__ __forceinline__ InStep(const Worker& worker, const Warp& warp)
+        : Worker(worker), next_k(copy_k(0, warp)), next_v(copy_v(0, warp)) {
+        copy_queries(params, shared.tile, shared.q, warp);
+        cp_async_commit();
+        next_k.load_first(params.k_strides, walk.last_keys);
+        if constexpr (kStages == 1) cp_async_commit();  // the first keys are multiplied while the values arrive
+        next_v.load_first(params.v_strides, walk.last_keys);
+        cp_async_commit();
+        begin_rows<kStages == 1 ? 2 : 1>(warp);
+    }
+
+    // Finds what is copied next.
+    __device__ __forceinline__ void aim_copies(int i, const Warp& warp) {
+        if constexpr (kFewRegisters) {
+            next_k = copy_k(i + 1, warp);
+            next_v = copy_v(kStages > 1 ? i + 1 : i, warp);
+        } else {
+            next_k.previous_tile(params.k_strides);
+            next_v.previous_tile(params.v_strides);
+        }
+    }
+    __device__ __forceinline__ void copy_beside_scores(int i, bool has_next, int part) const {
+        if constexpr (kStages == 1) {
+            next_v.template load_part<kEarlySteps<kStepsK>>(params.v_strides, 0, i != 0, part);
+        } else {
+            next_k.template load_part<kStepsK>(params.k_strides, stage_of(i + 1), has_next, part);
+            next_v.template load_part<kStepsK>(params.v_strides, stage_of(i + 1), has_next, part);
+        }
+    }
+    __device__ __forceinline__ void copy_beside_output(bool has_next, int part) const {
+        if constexpr (kStages == 1)
+            next_k.template load_part<kEarlySteps<kStepsV>>(params.k_strides, 0, has_next, part);
+    }
+
+    __device__ __forceinline__ void arrive(int i) const {
+        if (kStages == 1 && i == 0) cp_async_wait_group<1>();
+        else cp_async_wait();
+        __syncthreads();
+    }
+
+    // Tile i. False when there is none left.
+    __device__ __forceinline__ bool turn(int i) {
+        const Warp warp = place_of_warp();  // in front of the barrier, which hides what addresses cost
+        const bool has_next = i + 1 < walk.num_tiles;
+        aim_copies(i, warp);
+        arrive(i);
+        const bool at_edge = walk.at_edge(i);
+        const View before = view_of(i, warp);
+        if (kSkipUnseen && at_edge &&  // right either way: some row sees a tile that is not at the edge
+            !before.any_row_sees()) {
+#pragma unroll
+            for (int part = 0; part < kStepsK; ++part) copy_beside_scores(i, has_next, part);
+            return true;
+        }
+        Scores scores;
+        TileLogits logits;
+        Weights weights;
+        score(i, before, scores, logits, [&](int part) { copy_beside_scores(i, has_next, part); });
+        if constexpr (kStages == 1) {
+            cp_async_wait();
+            __syncthreads();
+        }
+        const View behind = view_of(i, place_of_warp());
+        weigh(i, behind, at_edge, scores, logits, weights);
+        accumulate(i, behind.warp, weights, [&](int part) { copy_beside_output(has_next, part); });
+        return true;
+    }
+};
+
+// Half of the warps lag: they multiply by V a tile later than the others, before the barrier that these multiply
+// behind. Each half copies what it is through with first: that which lags V, the other one K.
+struct PingPong : Worker {
+    bool lags;
+    bool pending = false;  // weights of the last tile are to be multiplied by V
+    const Strides& strides;
+    CopyK next;
+
+    __device__ __forceinline__ PingPong(const Worker& worker, const Warp& warp)
+        : Worker(worker), lags(warp.lags()), strides(lags ? params.v_strides : params.k_strides), next(copy(0, warp)) {
+        copy_queries(params, shared.tile, shared.q, warp);
+        cp_async_commit();
+        // right either way: the half that lags copies once more
+        if (!lags) next.load_first(strides, walk.last_keys);
+        cp_async_commit();
+        begin_rows<1>(warp);
+    }
+
+    // K, or V in the half that lags.
+    __device__ __forceinline__ CopyK copy(int i, const Warp& warp) const {
+        const TileMap& tile = shared.tile;
+        return CopyK(lags ? tile.v : tile.k, strides, walk.first_key(i),
+                     lags ? shared.stages[0].v[0] : shared.stages[0].k[0], lags ? params.head_dim_v : params.head_dim,
+                     warp.thread);
+    }
+    __device__ __forceinline__ void aim_copies(int i, const Warp& warp) {
+        if constexpr (kFewRegisters) next = copy(i + 1, warp);
+        else next.previous_tile(strides);
+    }
+    __device__ __forceinline__ void copy_part(int i, bool has_next, int part) const {
+        next.template load_part<kStepsK>(strides, stage_of(i + 1), has_next, part);
+    }
+
+    __device__ __forceinline__ void arrive() const {
+        cp_async_wait();
+        __syncthreads();
+    }
+    // Keeps the half that lags together. The first values are sent for only here: the block is alone on a
+    // multiprocessor, and multiplies the first keys meanwhile.
+    __device__ __forceinline__ void wait_for_half(int i, const Warp& warp) const {
+        if (i == 0) {
+            copy(0, warp).load_first(strides, walk.last_keys);
+            cp_async_commit();
+        }
+        barrier_wait(15, kThreads / 2);
+    }
+    __device__ __forceinline__ void wait_for_first_values(int i) const {
+        if (i != 0) return;  // right either way: nothing else is on its way
         cp_async_wait_group<0>();
         __syncthreads();
-    };
-    if constexpr (kKeepQ) {
-        cp_async_wait_group<kStages == 1 ? 2 : 1>();
-        first_warp.wait();
-#pragma unroll
-        for (int step = 0; step < kStepsK; ++step) load_queries(kept[step], lane_q(first_warp), step);
     }
+
+    // Scores and weights of tile i, after O += PV of the one before it. False when there was no other left.
+    __device__ __forceinline__ bool turn(int i) {
+        const Warp warp = place_of_warp();
+        const bool has_next = i + 1 < walk.num_tiles;
+        aim_copies(i, warp);
+        const bool is_over = i == walk.num_tiles;
+        if (lags && !is_over) arrive();
+        if (pending) accumulate(i - 1, warp, {}, [](int) {});
+        if (is_over) return false;
+        if (!lags) arrive();
+        else wait_for_half(i, warp);
+        const bool at_edge = walk.at_edge(i);
+        const View before = view_of(i, warp);
+        if (kSkipUnseen && at_edge &&  // right either way: some row sees a tile that is not at the edge
+            !before.any_row_sees()) {
+#pragma unroll
+            for (int part = 0; part < kStepsK; ++part) copy_part(i, has_next, part);
+            wait_for_first_values(i);
+            pending = false;
+            return true;
+        }
+        Scores scores;
+        TileLogits logits;
+        Weights weights;
+        score(i, before, scores, logits, [&](int part) { copy_part(i, has_next, part); });
+        weigh(i, view_of(i, place_of_warp()), at_edge, scores, logits, weights);
+        wait_for_first_values(i);
+        pending = true;
+        return true;
+    }
+};
+
+// Walks through the keys, in sums of kTilesPerSum tiles, and stores the rows.
+template <typename Walker>
+__device__ __forceinline__ void walk_keys(const AttentionParams& params, SharedTiles& shared) {
+    const Warp warp(threadIdx.x);
+    RowStates states(shared.maxima, warp);
+    Output o = {};
+    OutputTotal total;
+    KeptQueries kept;
+    Walker walker({params, shared, states, o, total, kept, shared.walk, shared.unit.multiplier}, warp);
+    const KeptWalk& walk = walker.walk;
     int i = 0;
 #pragma unroll 1
     while (i < walk.num_tiles) {
 #pragma unroll 1
         do {
-            const Warp warp = warp_of_tile();
-            const TileRow* rows = &shared.rows[warp.first_row];
-            const int stage = i & (kStages - 1), next_stage = (i + 1) & (kStages - 1);
-            const int next_keys = i + 1 < walk.num_tiles ? kBlockN : 0;
-            if constexpr (kFewRegisters) {
-                next_k = copy_k(i + 1, warp);
-                next_v = copy_v(kStages > 1 ? i + 1 : i, warp);
-            } else {
-                next_k.previous_tile(k_strides);
-                next_v.previous_tile(params.v_strides);
-            }
-            const SharedAddress q = lane_q(warp), k = lane_k(warp, stage);
-            const auto tile_arrives = [&] {
-                if (kStages == 1 && i == 0) cp_async_wait_group<1>();
-                else cp_async_wait();
-                __syncthreads();
-            };
-            if constexpr (kStaggered) {
-                // Both halves multiply by the V of the last tile here, before or after the next one has arrived.
-                const bool is_over = i == walk.num_tiles;
-                if (lags && !is_over) tile_arrives();
-                if (pending) multiply_pv(o, {}, lane_p(warp), lane_v(warp, next_stage), [](int) {});
-                if (is_over) break;
-                if (!lags) {
-                    tile_arrives();
-                } else {
-                    if (i == 0) {
-                        copy_k(0, warp).template load<false, 1>(k_strides, 0, walk.last_keys, 0);
-                        cp_async_commit();
-                    }
-                    barrier_wait(15, kThreads / 2);
-                }
-            } else {
-                tile_arrives();
-            }
-            const auto copy_part = [&](int part) {
-                if constexpr (kStages == 1) {
-                    next_v.template load<true, kEarlySteps<kStepsK>>(params.v_strides, 0, i == 0 ? 0 : kBlockN, part);
-                } else {
-                    next_k.template load<true, kStepsK>(k_strides, next_stage, next_keys, part);
-                    if constexpr (!kStaggered)
-                        next_v.template load<true, kStepsK>(params.v_strides, next_stage, next_keys, part);
-                }
-            };
-            const bool at_edge = i < walk.inner_begin || i >= walk.inner_end;
-            if (kSkipUnseen && at_edge && !any_row_sees(rows, walk.first_key(i), warp.lane)) {
-#pragma unroll
-                for (int part = 0; part < kStepsK; ++part) copy_part(part);
-                first_values_arrive(i);
-                pending = false;
-                continue;
-            }
-            Scores scores;
-            TileLogits logits;
-            const long long n_begin = walk.first_key(i) + warp.share * kWarpKeys;
-            begin_scores(params, tile, shared.unit, rows, n_begin, warp.lane, scores, logits);
-            multiply_qk(scores, q, kept, k, copy_part);
-            if constexpr (kStages == 1) {
-                cp_async_wait();
-                __syncthreads();
-            }
-
-            const Warp same = warp_of_tile();
-            const SharedAddress p = lane_p(same), v = lane_v(same, stage);
-            const TileRow* same_rows = &shared.rows[same.first_row];
-            const long long same_begin = walk.first_key(i) + same.share * kWarpKeys;
-            scores_to_logits(params, tile, shared.unit, same_rows, same_begin, same.lane, scores, logits);
-            if (at_edge) hide_scores(same_rows, same_begin, same.lane, logits, scores);
-            const auto hide_nan = [&] {
-                const Warp again = warp_of_tile();
-                hide_by_bias(params, tile, &shared.rows[again.first_row], walk.first_key(i) + again.share * kWarpKeys,
-                             again.lane, scores);
-            };
-            scores_to_weights(scores, multiplier, logits, states, o, shared.exchange, same, hide_nan);
-            Weights weights;
-            round_scores(weights, scores);
-            if constexpr (kShare > 1) {
-                store_weights(&shared.p[same.first_row], same.share * kWarpKeys, weights, same.lane);
-                same.wait();
-            }
-            first_values_arrive(i);
-            pending = true;
-            const auto copy_k_part = [&](int part) {
-                if constexpr (kStages == 1)
-                    next_k.template load<true, kEarlySteps<kStepsV>>(k_strides, 0, next_keys, part);
-            };
-            if constexpr (!kStaggered) multiply_pv(o, weights, p, v, copy_k_part);
-        } while (((++i & (kTilesPerSum - 1)) != 0 && i < walk.num_tiles) || (kStaggered && i == walk.num_tiles));
+            if (!walker.turn(i)) break;
+        } while ((++i % kTilesPerSum != 0 && i < walk.num_tiles) || (kPingPong && i == walk.num_tiles));
         // Else it would be known from where this loop began, for which a register would be taken throughout.
         if constexpr (kFewRegisters && kPerRow) i = unknown(i);
-        if (i > kTilesPerSum) add_total(o, total, states.maxima(warp_of_tile()), multiplier);
-        if (i < walk.num_tiles) restart(o, total, states.maxima(warp_of_tile()));
+        walker.end_sum(i);
     }
-    cp_async_wait();
-    store_rows(params, tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
+    walker.finish_rows();
+}
+
+__device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
+    TileKeys keys;
+    if (threadIdx.x < 32 && map_block(params, shared.tile, keys)) shared.walk = key_walk(keys);
+    if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
+    __syncthreads();
+    if (shared.tile.num_rows == 0) return;
+    if constexpr (kPingPong) walk_keys<PingPong>(params, shared);
+    else walk_keys<InStep>(params, shared);
 }
 
 }  // namespace cuflash

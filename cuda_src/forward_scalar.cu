@@ -13,11 +13,12 @@
 // The weighted values of one key tile are summed from zero and joined to O by one multiply-add: a running sum over all
 // keys would lose digits as it grows.
 
-#include "common/config.cuh"
 #include "common/epilogue.cuh"
+#include "common/load.cuh"
+#include "common/mask.cuh"
+#include "common/schedule.cuh"
 #include "common/score.cuh"
 #include "common/softmax.cuh"
-#include "common/tile.cuh"
 
 namespace cuflash {
 
@@ -55,6 +56,20 @@ struct SharedTiles {
     TileKeys keys;
 };
 
+using Scores = Accumulator[kRows][kColumns];
+using Values = Accumulator[kRows][kFeatures];
+using Output = Values[kNumSlicesV];
+
+// A lane's place in its block. Its rows are every kGroupsPerWarp-th one from `first_row` on.
+struct Place {
+    int lane;  // of those that share the rows
+    int first_row;
+
+    __device__ __forceinline__ explicit Place(unsigned int thread)
+        : lane(thread % 32 / kGroupsPerWarp),
+          first_row(thread / 32 * kGroupsPerWarp * kRows + thread % kGroupsPerWarp) {}
+};
+
 struct LaneMaximum {
     __device__ __forceinline__ Accumulator operator()(Accumulator value) const {
 #pragma unroll
@@ -65,19 +80,55 @@ struct LaneMaximum {
     }
 };
 
+// Slices of the features of K and V on their way: one is multiplied while the next one arrives in the other buffer.
+struct Slices {
+    const AttentionParams& params;
+    SharedTiles& shared;
+    TileKeys keys;
+    int stage;  // the buffer of the slice that is multiplied
+
+    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN. `array` is a
+    // reference, as an address that is looked up before it is needed takes registers.
+    template <int kWidth>
+    __device__ __forceinline__ void load(const char* const& array, const Strides& strides, int num_features,
+                                         long long n_begin, int slice, int target) {
+        load_tile<kBlockN, kWidth>(
+            shared.slices[target], 0, slice * kWidth, num_features, strides.column, [&](int key) -> const char* {
+                return n_begin + key < keys.any.end ? array + (n_begin + key) * strides.row : nullptr;
+            });
+    }
+    __device__ __forceinline__ void load_k(long long n_begin, int slice, int target) {
+        load<kSliceK>(shared.tile.k, params.k_strides, params.head_dim, n_begin, slice, target);
+    }
+    __device__ __forceinline__ void load_v(long long n_begin, int slice, int target) {
+        load<kSliceV>(shared.tile.v, params.v_strides, params.head_dim_v, n_begin, slice, target);
+    }
+    __device__ __forceinline__ void load_q() {
+        for (int slice = 0; slice < kNumSlicesK; ++slice)
+            load_tile<kBlockM, kSliceK>(shared.q, slice * kSliceK, slice * kSliceK, params.head_dim,
+                                        params.q_strides.column,
+                                        [&](int tile_row) { return query_row(params, shared.tile, tile_row); });
+    }
+    // Waits for what is on its way. Called by the whole block, which is then through with the other buffer.
+    __device__ __forceinline__ void arrive() {
+        cp_async_wait();
+        __syncthreads();
+    }
+};
+
 // scores += Q[rows, slice] K[keys, slice]^T
-__device__ __forceinline__ void multiply_qk(Accumulator (&scores)[kRows][kColumns], const SharedTiles& shared,
-                                            int slice, int stage, int first_row, int lane) {
+__device__ __forceinline__ void multiply_qk(Scores& scores, const SharedTiles& shared, int slice, int stage,
+                                            const Place& place) {
 #pragma unroll 2
     for (int feature = 0; feature < kSliceK; feature += kVector) {
         Vector16 k[kColumns];
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)
-            k[j] = *reinterpret_cast<const Vector16*>(&shared.slices[stage][lane + j * kLanesPerRow][feature]);
+            k[j] = *reinterpret_cast<const Vector16*>(&shared.slices[stage][place.lane + j * kLanesPerRow][feature]);
 #pragma unroll
         for (int i = 0; i < kRows; ++i) {
             const Vector16 q = *reinterpret_cast<const Vector16*>(
-                &shared.q[first_row + i * kGroupsPerWarp][slice * kSliceK + feature]);
+                &shared.q[place.first_row + i * kGroupsPerWarp][slice * kSliceK + feature]);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
@@ -94,8 +145,7 @@ __device__ __forceinline__ int feature_of(int f, int lane) {
 }
 
 // values = P[rows, keys] V[keys, slice]
-__device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatures], const SharedTiles& shared,
-                                            int stage, int first_row, int lane) {
+__device__ __forceinline__ void multiply_pv(Values& values, const SharedTiles& shared, int stage, const Place& place) {
     struct alignas(kGroup * sizeof(Accumulator)) Group {
         Accumulator values[kGroup];
     };
@@ -104,12 +154,13 @@ __device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatur
         Vector16 weights[kRows];
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
-            weights[i] = *reinterpret_cast<const Vector16*>(&shared.weights[first_row + i * kGroupsPerWarp][key]);
+            weights[i] = *reinterpret_cast<const Vector16*>(&shared.weights[place.first_row + i * kGroupsPerWarp][key]);
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {
 #pragma unroll
             for (int f = 0; f < kFeatures; f += kGroup) {
-                const Group v = *reinterpret_cast<const Group*>(&shared.slices[stage][key + e][feature_of(f, lane)]);
+                const Group v =
+                    *reinterpret_cast<const Group*>(&shared.slices[stage][key + e][feature_of(f, place.lane)]);
 #pragma unroll
                 for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -121,23 +172,33 @@ __device__ __forceinline__ void multiply_pv(Accumulator (&values)[kRows][kFeatur
     }
 }
 
-// Scores of one key tile -> logits. Tiles that every row sees whole, without bias, ALiBi and mask, need only the scale.
+// scores += Q K^T
+__device__ __forceinline__ void score(Slices& slices, long long n_begin, const Place& place, Scores& scores) {
+#pragma unroll 1
+    for (int slice = 0; slice < kNumSlicesK; ++slice, slices.stage ^= 1) {
+        slices.arrive();
+        if (slice + 1 < kNumSlicesK) slices.load_k(n_begin, slice + 1, slices.stage ^ 1);
+        else slices.load_v(n_begin, 0, slices.stage ^ 1);
+        multiply_qk(scores, slices.shared, slice, slices.stage, place);
+    }
+}
+
+// Scores of one key tile -> logits. Tiles that every row sees whole need only the scale where rows add no terms.
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
-                                                 const TileKeys& keys, long long n_begin, int first_row, int lane,
-                                                 Accumulator (&scores)[kRows][kColumns]) {
+                                                 const TileKeys& keys, long long n_begin, const Place& place,
+                                                 Scores& scores) {
     const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-    const bool per_row = kBiasDtype != 0 || kHasMask || kHasAlibi;
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const int tile_row = first_row + i * kGroupsPerWarp;
+        const int tile_row = place.first_row + i * kGroupsPerWarp;
 #pragma unroll
         for (int j = 0; j < kColumns; ++j) scores[i][j] = scaled_score(scale, scores[i][j]);
-        if (per_row) {
+        if constexpr (kHasRowTerms) {
             const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
-                const int column = lane + j * kLanesPerRow;
+                const int column = place.lane + j * kLanesPerRow;
                 Accumulator logit[1] = {scores[i][j]};
                 RowColumns<1> columns;
                 columns.load<false>(params, row, column);
@@ -145,29 +206,58 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                 scores[i][j] = logit[0];
             }
         }
-        if (at_edge) {
+        if (at_edge) {  // right either way: all of it is visible
             const ColumnRange visible = visible_columns(params, tile, tile_row, n_begin);
 #pragma unroll
             for (int j = 0; j < kColumns; ++j)
-                if (!visible.has(lane + j * kLanesPerRow)) scores[i][j] = -infinity();
+                if (!visible.has(place.lane + j * kLanesPerRow)) scores[i][j] = -infinity();
+        }
+    }
+}
+
+// Logits -> weights, which the other lanes of the warp will read, and what earlier results must be multiplied by.
+__device__ __forceinline__ void weigh(SharedTiles& shared, OnlineSoftmax<kRows>& softmax, const Place& place,
+                                      Scores& scores, Accumulator (&correction)[kRows]) {
+    softmax.update(scores, correction, LaneMaximum());
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j)
+            shared.weights[place.first_row + i * kGroupsPerWarp][place.lane + j * kLanesPerRow] = scores[i][j];
+    }
+}
+
+// o = o * correction + P V
+__device__ __forceinline__ void accumulate(Slices& slices, long long n_begin, const Place& place,
+                                           const Accumulator (&correction)[kRows], Output& o) {
+#pragma unroll
+    for (int slice = 0; slice < kNumSlicesV; ++slice, slices.stage ^= 1) {
+        slices.arrive();
+        if (slice + 1 < kNumSlicesV) slices.load_v(n_begin, slice + 1, slices.stage ^ 1);
+        else if (n_begin + kBlockN < slices.keys.any.end) slices.load_k(n_begin + kBlockN, 0, slices.stage ^ 1);
+        Values values = {};
+        multiply_pv(values, slices.shared, slices.stage, place);
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+            for (int f = 0; f < kFeatures; ++f)
+                o[slice][i][f] = multiply_add_subnormal(o[slice][i][f], correction[i], values[i][f]);
         }
     }
 }
 
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
-                                           const OnlineSoftmax<kRows>& softmax,
-                                           const Accumulator (&o)[kNumSlicesV][kRows][kFeatures], int first_row,
-                                           int lane) {
+                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         Accumulator row_sum = softmax.row_sum[i];
 #pragma unroll
         for (int distance = 16; distance >= kGroupsPerWarp; distance /= 2)
             row_sum += __shfl_xor_sync(0xffffffffu, row_sum, distance);
-        const Row row = row_at(params, tile, first_row + i * kGroupsPerWarp);
+        const Row row = row_at(params, tile, place.first_row + i * kGroupsPerWarp);
         if (!row.valid) continue;
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[i], row_sum);
-        if (lane == 0) store_lse(params, tile, row, finished);
+        if (place.lane == 0) store_lse(params, tile, row, finished);
         char* out = output_row(params, tile, row);
 #pragma unroll
         for (int slice = 0; slice < kNumSlicesV; ++slice) {
@@ -178,7 +268,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                 for (int g = 0; g < kGroup; ++g)
                     values[g] =
                         divide_subnormal(multiply_subnormal(o[slice][i][f + g], finished.multiplier), finished.divisor);
-                store_output(params, out, slice * kSliceV + feature_of(f, lane), values);
+                store_output(params, out, slice * kSliceV + feature_of(f, place.lane), values);
             }
         }
     }
@@ -190,83 +280,25 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
 
-    const int lane = threadIdx.x % 32 / kGroupsPerWarp;
-    const int first_row = threadIdx.x / 32 * kGroupsPerWarp * kRows + threadIdx.x % kGroupsPerWarp;
-    const TileKeys keys = shared.keys;
-
-    const auto load_q = [&](int slice) {
-        load_tile<kBlockM, kSliceK>(shared.q, slice * kSliceK, slice * kSliceK, params.head_dim,
-                                    params.q_strides.column, [&](int tile_row) -> const char* {
-                                        const Row row = row_at(params, tile, tile_row);
-                                        return row.valid ? tile.q + row.head * params.q_strides.head +
-                                                               row.query * params.q_strides.row
-                                                         : nullptr;
-                                    });
-    };
-    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
-    const auto load_k = [&](long long n_begin, int slice, int stage) {
-        load_tile<kBlockN, kSliceK>(
-            shared.slices[stage], 0, slice * kSliceK, params.head_dim, params.k_strides.column,
-            [&](int key) -> const char* {
-                return n_begin + key < keys.any.end ? tile.k + (n_begin + key) * params.k_strides.row : nullptr;
-            });
-    };
-    const auto load_v = [&](long long n_begin, int slice, int stage) {
-        load_tile<kBlockN, kSliceV>(
-            shared.slices[stage], 0, slice * kSliceV, params.head_dim_v, params.v_strides.column,
-            [&](int key) -> const char* {
-                return n_begin + key < keys.any.end ? tile.v + (n_begin + key) * params.v_strides.row : nullptr;
-            });
-    };
-    const auto next_slice_ready = [&] {
-        cp_async_wait();
-        __syncthreads();
-    };
-
+    const Place place(threadIdx.x);
+    Slices slices = {params, shared, shared.keys, 0};
+    const TileKeys& keys = slices.keys;
     OnlineSoftmax<kRows> softmax;
-    Accumulator o[kNumSlicesV][kRows][kFeatures] = {};
-    int stage = 0;
+    Output o = {};
     if (keys.any.begin < keys.any.end) {
-        for (int slice = 0; slice < kNumSlicesK; ++slice) load_q(slice);
-        load_k(keys.any.begin, 0, stage);
+        slices.load_q();
+        slices.load_k(keys.any.begin, 0, slices.stage);
     }
 #pragma unroll 1
     for (long long n_begin = keys.any.begin; n_begin < keys.any.end; n_begin += kBlockN) {
-        Accumulator scores[kRows][kColumns] = {};
-#pragma unroll 1
-        for (int slice = 0; slice < kNumSlicesK; ++slice, stage ^= 1) {
-            next_slice_ready();
-            if (slice + 1 < kNumSlicesK) load_k(n_begin, slice + 1, stage ^ 1);
-            else load_v(n_begin, 0, stage ^ 1);
-            multiply_qk(scores, shared, slice, stage, first_row, lane);
-        }
-
-        scores_to_logits(params, tile, keys, n_begin, first_row, lane, scores);
+        Scores scores = {};
+        score(slices, n_begin, place, scores);
+        scores_to_logits(params, tile, keys, n_begin, place, scores);
         Accumulator correction[kRows];
-        softmax.update(scores, correction, LaneMaximum());
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j)
-                shared.weights[first_row + i * kGroupsPerWarp][lane + j * kLanesPerRow] = scores[i][j];
-        }
-
-#pragma unroll
-        for (int slice = 0; slice < kNumSlicesV; ++slice, stage ^= 1) {
-            next_slice_ready();
-            if (slice + 1 < kNumSlicesV) load_v(n_begin, slice + 1, stage ^ 1);
-            else if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN, 0, stage ^ 1);
-            Accumulator values[kRows][kFeatures] = {};
-            multiply_pv(values, shared, stage, first_row, lane);
-#pragma unroll
-            for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-                for (int f = 0; f < kFeatures; ++f)
-                    o[slice][i][f] = multiply_add_subnormal(o[slice][i][f], correction[i], values[i][f]);
-            }
-        }
+        weigh(shared, softmax, place, scores, correction);
+        accumulate(slices, n_begin, place, correction, o);
     }
-    store_rows(params, tile, softmax, o, first_row, lane);
+    store_rows(params, tile, softmax, o, place);
 }
 
 }  // namespace cuflash

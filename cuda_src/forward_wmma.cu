@@ -7,60 +7,25 @@
 // Warps: each owns 16 or 32 rows, so that only the two buffers need barriers of the block. Nobody knows where a
 // fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into
 // weights; factors by row come back as a fragment whose columns are all the same. The output stays in registers.
-//
-// Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
-// every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
+// Every few thousand keys it starts again from zero, see total.cuh.
 
 #include "common/epilogue.cuh"
-#include "wmma/fragments.cuh"
+#include "common/load.cuh"
+#include "common/mask.cuh"
+#include "common/schedule.cuh"
 #include "common/score.cuh"
-#include "common/tile.cuh"
+#include "wmma/rows.cuh"
+#include "wmma/tile.cuh"
+#include "wmma/weights.cuh"
 
 namespace cuflash {
-
-constexpr int kNumWarps = kThreads / 32;
-constexpr int kRowsPerWarp = kBlockM / kNumWarps, kRowFragments = kRowsPerWarp / 16;
-constexpr int kKeyFragments = kBlockN / 16;
-constexpr int kFeatureFragments = kHeadDimV / 16;
-constexpr int kDepth = Tensor::kDepth;
-constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
-constexpr int kLanesPerRow = 2, kColumns = kBlockN / kLanesPerRow;
-constexpr int kChunk = 4;                     // neighbouring scores of a lane; the next ones are its partner's
-constexpr int kTilesPerSum = 4096 / kBlockN;  // until then the drift is a tenth of the rounding to 16 bits
-constexpr int kChunksAtOnce = kBiasDtype == 0 && !kHasMask ? 1 : kHeadDimV <= 64 ? 4 : 2;  // so that loads overlap
-
-// Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
-constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));
-constexpr int kPitchV = kHeadDimV + 8;
-constexpr int kPitchS = kBlockN + 8;
-
-// Q stays in registers if there are enough beside O, the scores and operands on their way (found by compiling). If not,
-// it is read a few steps at a time, in a loop that keeps the compiler from fetching it all.
-constexpr int kWarpsPerScheduler = (kNumWarps * kMinBlocks + 3) / 4;
-constexpr int kRegisters = 512 / kWarpsPerScheduler < 255 ? 512 / kWarpsPerScheduler : 255;
-constexpr int kRegistersO = kRowFragments * kFeatureFragments * 8;
-constexpr int kRegistersS = kRowFragments * kKeyFragments * 8;
-constexpr int kRegistersQ = kRowFragments * kHeadDim * static_cast<int>(sizeof(Element)) / 8;
-constexpr bool kKeepQ =
-    kHeadDim * sizeof(Element) <= 256 && kRegistersO * 5 / 3 + kRegistersS + kRegistersQ + 36 <= kRegisters;
-constexpr int kGroup = kKeepQ ? kStepsK : kStepsK % 4 == 0 ? 4 : kStepsK % 3 == 0 ? 3 : kStepsK % 2 == 0 ? 2 : kStepsK;
-
-static_assert(kDtype != CUFLASH_FLOAT64, "WMMA multiplies float16, bfloat16 and tf32");
-static_assert(kRowFragments * 16 * kNumWarps == kBlockM, "whole warps own whole fragments of 16 rows");
-static_assert(kBlockN % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "fragments are 16 wide");
-
-// 16 rows of one warp, which reads all its scores before it writes the first weight over them.
-union alignas(32) RowTile {
-    float scores[16][kPitchS];
-    Element weights[16][kPitchS];
-};
 
 struct SharedTiles {
     alignas(32) Element q[kBlockM][kPitchK];
     alignas(32) Element k[kBlockN][kPitchK];
     alignas(32) Element v[kBlockN][kPitchV];
     RowTile rows[kNumWarps][kRowFragments];
-    alignas(32) float factors[kNumWarps][kRowFragments][16];
+    alignas(32) Factors factors[kNumWarps];
     TileMap tile;
     TileKeys keys;
     // Here and not in registers, of which O, the scores and operands on their way need all.
@@ -73,10 +38,49 @@ struct SharedTiles {
 using KeptQ = Tensor::A[kRowFragments][kKeepQ ? kStepsK : 1];
 
 using RowStates = OnlineSoftmax<kRowFragments>;  // a lane has one row in each row fragment
+using Output = WmmaC[kRowFragments][kFeatureFragments];
 
-// rows = Q[rows of the warp] K^T
-__device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], const Element (*q)[kPitchK],
-                                            const Element (*k)[kPitchK], const KeptQ& kept_q) {
+// What becomes of scores, the same for all tiles of a call. Called by one thread.
+__device__ __forceinline__ void choose_units(const AttentionParams& params, SharedTiles& shared) {
+    const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
+    // A multiplier below the normal range counts as 0, and 0 x -inf is no hidden score.
+    const bool only_scale = kOnlyScale && multiplier >= 1.17549435e-38f;
+    shared.only_scale = only_scale;
+    shared.logit_factor = only_scale ? static_cast<float>(params.scale) : 1;
+    shared.multiplier = only_scale ? multiplier : 1.4426950408889634f;
+    shared.score_scale = score_scale(params);
+}
+
+// Tiles of keys, counted from the first, on their way into the buffers.
+struct KeyTiles {
+    static constexpr long long kStride = kBlockN;
+    const AttentionParams& params;
+    SharedTiles& shared;
+
+    __device__ __forceinline__ long long first_key(int block) const { return shared.keys.any.begin + block * kStride; }
+    __device__ __forceinline__ bool has(int block) const { return first_key(block) < shared.keys.any.end; }
+    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
+    __device__ __forceinline__ int visible_rows(long long n_begin) const {
+        // right either way: it only keeps the cast in range
+        return static_cast<int>(min(shared.keys.any.end - n_begin, kStride));
+    }
+    __device__ __forceinline__ void load_k(long long n_begin) const {
+        load_rows<kBlockN, kHeadDim>(shared.k, shared.tile.k + n_begin * params.k_strides.row, params.k_strides.row,
+                                     params.k_strides.column, visible_rows(n_begin), params.head_dim);
+    }
+    __device__ __forceinline__ void load_v(long long n_begin) const {
+        load_rows<kBlockN, kHeadDimV>(shared.v, shared.tile.v + n_begin * params.v_strides.row, params.v_strides.row,
+                                      params.v_strides.column, visible_rows(n_begin), params.head_dim_v);
+    }
+    // Waits for what is on its way. Called by the whole block, which is then through with the other buffer.
+    __device__ __forceinline__ void arrive() const {
+        cp_async_wait();
+        __syncthreads();
+    }
+};
+
+// The warp's rows of S = Q K^T, left in its row tiles.
+__device__ __forceinline__ void score(SharedTiles& shared, const Place& place, const KeptQ& kept_q) {
     WmmaC scores[kRowFragments][kKeyFragments] = {};
 #pragma unroll 1
     for (int first = 0; first < kStepsK; first += kGroup) {
@@ -84,9 +88,9 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
         for (int step = 0; step < kGroup; ++step) {
             const int feature = (first + step) * kDepth;
             Tensor::A queries[kRowFragments];
-            if constexpr (!kKeepQ) load_operands<16 * kPitchK>(queries, &q[0][feature], kPitchK);
+            if constexpr (!kKeepQ) load_operands<16 * kPitchK>(queries, &shared.q[place.first_row][feature], kPitchK);
             Tensor::BTransposed keys[kKeyFragments];
-            load_operands<16 * kPitchK>(keys, &k[0][feature], kPitchK);
+            load_operands<16 * kPitchK>(keys, &shared.k[0][feature], kPitchK);
 #pragma unroll
             for (int j = 0; j < kKeyFragments; ++j) {
 #pragma unroll
@@ -96,7 +100,7 @@ __device__ __forceinline__ void multiply_qk(RowTile (&rows)[kRowFragments], cons
         }
     }
 #pragma unroll
-    for (int i = 0; i < kRowFragments; ++i) store_scores<kPitchS>(rows[i].scores[0], scores[i]);
+    for (int i = 0; i < kRowFragments; ++i) store_scores<kPitchS>(shared.rows[place.warp][i].scores[0], scores[i]);
     __syncwarp();
 }
 
@@ -128,10 +132,33 @@ __device__ __forceinline__ void hide_scores(ColumnRange visible, float* scores, 
     }
 }
 
-// Leaves the weights of scores, or of logits, in `rows`, and in `factors` what earlier results of each row shrink by.
-// Differences times `multiplier` are in units of log2(e).
-__device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments], float (&factors)[kRowFragments][16],
-                                                  float multiplier, RowStates& states, int row, int first_column) {
+// Makes logits of the warp's scores where it takes more than a factor: keys that a row does not see are hidden in tiles
+// at an edge only.
+__device__ __forceinline__ void make_logits(const AttentionParams& params, SharedTiles& shared, const Place& place,
+                                            long long n_begin) {
+    const TileMap& tile = shared.tile;
+    const TileKeys& keys = shared.keys;
+    const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+#pragma unroll 1
+    for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
+        const int tile_row = place.first_row + i * 16 + place.row;
+        float* scores = shared.rows[place.warp][i].scores[place.row];
+        if (!shared.only_scale) {
+            const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
+            if (has_vectors<kChunk>(params, row))
+                scores_to_logits<true>(params, tile, shared.score_scale, row, scores, place.first_column);
+            else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, place.first_column);
+        }
+        // right either way: all of it is visible
+        if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, place.first_column);
+    }
+}
+
+// Leaves the weights of scores, or of logits, in the row tiles, and in `factors` what earlier results of each row
+// shrink by.
+__device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, RowStates& states) {
+    RowTile(&rows)[kRowFragments] = shared.rows[place.warp];
+    const float multiplier = shared.multiplier;  // makes differences ones in units of log2(e)
     float values[kRowFragments][kColumns];
     float subtract[kRowFragments];
 #pragma unroll
@@ -139,7 +166,7 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
 #pragma unroll
         for (int j = 0; j < kColumns; j += kChunk) {
             const Vector16 chunk =
-                *reinterpret_cast<const Vector16*>(&rows[i].scores[row][j * kLanesPerRow + first_column]);
+                *reinterpret_cast<const Vector16*>(&rows[i].scores[place.row][j * kLanesPerRow + place.first_column]);
 #pragma unroll
             for (int e = 0; e < kChunk; ++e) values[i][j + e] = chunk.values[e];
         }
@@ -153,7 +180,7 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
         const float factor = exp2_approximate((states.row_max[i] - subtract[i]) * multiplier);
         states.row_max[i] = row_max;
         states.row_sum[i] *= factor;
-        if (first_column == 0) factors[i][row] = factor;
+        if (place.first_column == 0) shared.factors[place.warp][i][place.row] = factor;
     }
     __syncwarp();
 #pragma unroll
@@ -167,7 +194,7 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
                 weights[e] = relative_weight(values[i][j + e] - subtract[i], multiplier);
                 sums[e] += weights[e];
             }
-            *reinterpret_cast<FourWeights*>(&rows[i].weights[row][j * kLanesPerRow + first_column]) =
+            *reinterpret_cast<FourWeights*>(&rows[i].weights[place.row][j * kLanesPerRow + place.first_column]) =
                 round_weights(weights);
         }
         states.row_sum[i] += (sums[0] + sums[1]) + (sums[2] + sums[3]);
@@ -175,21 +202,19 @@ __device__ __forceinline__ void scores_to_weights(RowTile (&rows)[kRowFragments]
 }
 
 // o = o * factors + P V
-__device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFragments],
-                                            const RowTile (&rows)[kRowFragments], const Element (*v)[kPitchV],
-                                            const float (&factors)[kRowFragments][16]) {
+__device__ __forceinline__ void accumulate(const SharedTiles& shared, const Place& place, Output& o) {
     Tensor::A weights[kRowFragments][kStepsV];
     WmmaC factor[kRowFragments];
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
-        wmma_load_column(factor[i], factors[i]);
-        load_operands<kDepth>(weights[i], rows[i].weights[0], kPitchS);
+        wmma_load_column(factor[i], shared.factors[place.warp][i]);
+        load_operands<kDepth>(weights[i], shared.rows[place.warp][i].weights[0], kPitchS);
     }
 #pragma unroll
     for (int f = 0; f < kFeatureFragments; ++f) {
-        if (f % kRowFragments == 0) wmma_fence();
+        if (f % kRowFragments == 0) wmma_fence();  // right either way: a fence for the compiler
         Tensor::B values[kStepsV];
-        load_operands<kDepth * kPitchV>(values, &v[0][f * 16], kPitchV);
+        load_operands<kDepth * kPitchV>(values, &shared.v[0][f * 16], kPitchV);
 #pragma unroll
         for (int i = 0; i < kRowFragments; ++i) {
 #pragma unroll
@@ -204,23 +229,24 @@ __device__ __forceinline__ void multiply_pv(WmmaC (&o)[kRowFragments][kFeatureFr
 }
 
 // Stores lse and output of the warp's rows, the output through the row tiles, a piece at a time.
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const RowStates& states,
-                                           float logit_factor, WmmaC (&o)[kRowFragments][kFeatureFragments],
-                                           RowTile (&rows)[kRowFragments], float (&factors)[kRowFragments][16],
-                                           int first_row, int lane) {
+__device__ __forceinline__ void store_rows(const AttentionParams& params, SharedTiles& shared, const Place& place,
+                                           const RowStates& states, Output& o) {
+    const TileMap& tile = shared.tile;
+    RowTile(&rows)[kRowFragments] = shared.rows[place.warp];
+    Factors& factors = shared.factors[place.warp];
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
         const float row_sum = states.row_sum[i] + __shfl_xor_sync(0xffffffffu, states.row_sum[i], 1);
-        const Row row = row_at(params, tile, first_row + i * 16 + lane / kLanesPerRow);
+        const Row row = row_at(params, tile, place.first_row + i * 16 + place.row);
         float factor = 0;
         if (row.valid) {
             const FinishedRow finished =
-                finish_row(params, tile, row, states.row_max[i] * logit_factor, row_sum * kWeightUnit);
+                finish_row(params, tile, row, states.row_max[i] * shared.logit_factor, row_sum * kWeightUnit);
             factor = finished.multiplier / finished.divisor * kWeightUnit;
-            if (lane % kLanesPerRow == 0) store_lse(params, tile, row, finished);
+            if (place.first_column == 0) store_lse(params, tile, row, finished);
         }
-        if (lane % kLanesPerRow == 0) factors[i][lane / kLanesPerRow] = factor;
+        if (place.first_column == 0) factors[i][place.row] = factor;
     }
     __syncwarp();
 #pragma unroll
@@ -237,7 +263,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                 wmma_store<0>(&rows[i].scores[0][(f - begin) * 16], o[i][f], kPitchS);
             }
             __syncwarp();
-            store_shared_rows<16>(params, tile, first_row + i * 16, begin * 16, count * 16, rows[i].scores, lane);
+            store_shared_rows<16>(params, tile, place.first_row + i * 16, begin * 16, count * 16, rows[i].scores,
+                                  place.lane);
             __syncwarp();
         }
     }
@@ -245,97 +272,49 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     const TileMap& tile = shared.tile;
-    const TileKeys& keys = shared.keys;
     if (threadIdx.x < 32) {
         map_block(params, shared.tile, shared.keys);
-        if (threadIdx.x == 0) {
-            const float multiplier = static_cast<float>(params.scale * 1.4426950408889634);
-            // A multiplier below the normal range counts as 0, and 0 x -inf is no hidden score.
-            const bool only_scale = kBiasDtype == 0 && !kHasMask && !kHasSoftcap && !kHasAlibi &&
-                                    multiplier >= 1.17549435e-38f && multiplier < infinity();
-            shared.only_scale = only_scale;
-            shared.logit_factor = only_scale ? static_cast<float>(params.scale) : 1;
-            shared.multiplier = only_scale ? multiplier : 1.4426950408889634f;
-            shared.score_scale = score_scale(params);
-        }
+        if (threadIdx.x == 0) choose_units(params, shared);
     }
     __syncthreads();
     if (tile.num_rows == 0) return;
 
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int first_row = warp * kRowsPerWarp;
-    const int first_column = lane % kLanesPerRow * kChunk;
-    constexpr long long kStride = kBlockN;
-
-    const auto tile_begin = [&](int block) { return keys.any.begin + block * kStride; };
-    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
-    const auto visible_rows = [&](long long n_begin) { return static_cast<int>(min(keys.any.end - n_begin, kStride)); };
-    const auto load_k = [&](long long n_begin) {
-        load_rows<kBlockN, kHeadDim>(shared.k, tile.k + n_begin * params.k_strides.row, params.k_strides.row,
-                                     params.k_strides.column, visible_rows(n_begin), params.head_dim);
-    };
-    const auto load_v = [&](long long n_begin) {
-        load_rows<kBlockN, kHeadDimV>(shared.v, tile.v + n_begin * params.v_strides.row, params.v_strides.row,
-                                      params.v_strides.column, visible_rows(n_begin), params.head_dim_v);
-    };
-    const auto next_buffer_ready = [&] {
-        cp_async_wait();
-        __syncthreads();
-    };
-
+    const Place place(threadIdx.x);
+    const KeyTiles tiles = {params, shared};
     RowStates states;
-    Total<kRowFragments, kFeatureFragments> total;
-    WmmaC o[kRowFragments][kFeatureFragments] = {};
+    OutputTotal<kRowFragments, kFeatureFragments> total;
+    Output o = {};
     KeptQ kept_q;
-    if (keys.any.begin < keys.any.end) {
-        load_tile<kBlockM, kHeadDim>(
-            shared.q, 0, 0, params.head_dim, params.q_strides.column, [&](int tile_row) -> const char* {
-                const Row row = row_at(params, tile, tile_row);
-                return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row
-                                 : nullptr;
-            });
-        load_k(keys.any.begin);
+    if (tiles.has(0)) {
+        load_tile<kBlockM, kHeadDim>(shared.q, 0, 0, params.head_dim, params.q_strides.column,
+                                     [&](int tile_row) { return query_row(params, tile, tile_row); });
+        tiles.load_k(tiles.first_key(0));
         if constexpr (kKeepQ) {
-            next_buffer_ready();
+            tiles.arrive();
 #pragma unroll
             for (int i = 0; i < kRowFragments; ++i)
-                load_operands<kDepth>(kept_q[i], shared.q[first_row + i * 16], kPitchK);
+                load_operands<kDepth>(kept_q[i], shared.q[place.first_row + i * 16], kPitchK);
         }
     }
 #pragma unroll 1
-    for (int first = 0; tile_begin(first) < keys.any.end; first += kTilesPerSum) {
+    for (int first = 0; tiles.has(first); first += kTilesPerSum) {
 #pragma unroll 1
-        for (int block = first; block < first + kTilesPerSum && tile_begin(block) < keys.any.end; ++block) {
-            const long long n_begin = tile_begin(block);
-            next_buffer_ready();
-            load_v(n_begin);
-            multiply_qk(shared.rows[warp], &shared.q[first_row], shared.k, kept_q);
-
-            const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-#pragma unroll 1
-            for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
-                const int tile_row = first_row + i * 16 + lane / kLanesPerRow;
-                float* scores = shared.rows[warp][i].scores[lane / kLanesPerRow];
-                if (!shared.only_scale) {
-                    const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
-                    if (has_vectors<kChunk>(params, row))
-                        scores_to_logits<true>(params, tile, shared.score_scale, row, scores, first_column);
-                    else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, first_column);
-                }
-                if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, first_column);
-            }
-            scores_to_weights(shared.rows[warp], shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow,
-                              first_column);
-
-            next_buffer_ready();
-            if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
-            multiply_pv(o, shared.rows[warp], shared.v, shared.factors[warp]);
+        for (int block = first; block < first + kTilesPerSum && tiles.has(block); ++block) {
+            const long long n_begin = tiles.first_key(block);
+            tiles.arrive();
+            tiles.load_v(n_begin);
+            score(shared, place, kept_q);
+            make_logits(params, shared, place, n_begin);
+            weigh(shared, place, states);
+            tiles.arrive();
+            if (n_begin + kBlockN < shared.keys.any.end) tiles.load_k(n_begin + kBlockN);
+            accumulate(shared, place, o);
         }
         if (first != 0)
-            add_total(o, total, shared.factors[warp], shared.multiplier, states, lane / kLanesPerRow, first_column);
-        if (tile_begin(first + kTilesPerSum) < keys.any.end) restart(o, total, states);
+            add_total(o, total, shared.factors[place.warp], shared.multiplier, states, place.row, place.first_column);
+        if (tiles.has(first + kTilesPerSum)) restart(o, total, states);
     }
-    store_rows(params, tile, states, shared.logit_factor, o, shared.rows[warp], shared.factors[warp], first_row, lane);
+    store_rows(params, shared, place, states, o);
 }
 
 }  // namespace cuflash

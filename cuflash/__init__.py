@@ -10,7 +10,8 @@ __version__ = "0.1.0"
 from . import reference
 from .dense import attention
 from .doctor import show_config
-from .explain import Explanation, explain, warmup
+from .explain import explain, warmup
+from .explanation import Explanation
 from .merge import merge_attention_states
 from .options import check_environment, options
 from .varlen import attention_varlen
@@ -35,7 +36,7 @@ def _compile_at_import() -> None:
         warnings.warn(f"CUFLASH_COMPILE is {mode!r}, expected 'import' or 'lazy'; taken as 'import'", stacklevel=3)
     if mode == "lazy":
         return
-    from .explain import driver_installed
+    from .gpu.installed import driver_installed
 
     if driver_installed():
         from .gpu.core import compile_core_kernels

@@ -181,7 +181,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         return bench(arguments[1:])
     if arguments[:1] == ["demo"]:
-        from .demo import main as demo
+        from .demo.command import main as demo
 
         return demo(arguments[1:])
     parsed = vars(parser.parse_args(arguments))

@@ -5,6 +5,7 @@ A repeated call is one look-up, in a table of the back end.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def execute(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, l
     return execute_on_gpu(problem, infos, key, out, lse)
 
 
+@lru_cache(maxsize=256)
 def _lasts(options: tuple[Any, ...]) -> bool:
     """Whether options keep their values: an object that is equal to itself later may stand for another int then."""
     return all(_lasts(option) if type(option) is tuple else type(option) in _IMMUTABLE for option in options)

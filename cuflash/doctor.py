@@ -12,8 +12,8 @@ import numpy as np
 from . import reference
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
-from .explain import driver_installed
 from .gpu.compile import source_digest
+from .gpu.installed import driver_installed
 from .options import options
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import inspect as signatures
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from .cpu.execute import check_settings
-from .cupy_cache import import_cupy
 from .dense import attention
-from .gpu.compile import KernelCompileError, compile_offline, entry_text, kernel_function
-from .gpu.workspace import combination_of
-from .plan.plan import Macros, Plan, make_plan, refusals
+from .explanation import Explanation
+from .gpu.compile import KernelCompileError, compile_offline, kernel_function
+from .gpu.installed import gpu_available
+from .gpu.workspace import merge_of_splits
+from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.names import check_options
-from .problem.problem import Problem, describe_attention, describe_varlen
+from .problem.problem import Operands, Problem, describe_attention, describe_varlen
 from .settings import num_threads, settings
 from .varlen import attention_varlen
 
@@ -28,68 +27,7 @@ _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
     attention_varlen: describe_varlen,
 }
-_ARRAYS = (
-    "q", "k", "v", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "cu_seqlens_q", "cu_seqlens_k",
-    "out", "lse", "workspace",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """Which kernel serves a call, and why; `print` it."""
-
-    problem: Problem
-    """The call, without its data."""
-    kernel: str
-    """Name of the kernel; `"cpu"` for the NumPy back end."""
-    tile: str
-    """Rows x keys of a tile; empty for the NumPy back end."""
-    device: Device | None
-    """The GPU; None for the NumPy back end."""
-    plan: Plan | None
-    """Everything that the launch needs; None for the NumPy back end."""
-    num_blocks: int
-    num_threads: int
-    """Threads of a block, or of the NumPy back end."""
-    shared_memory: int
-    """Bytes per block."""
-    workspace: int
-    """Bytes of scratch memory; what the `workspace` argument must hold at least."""
-    registers: int | None
-    """Per thread; None where there is no compiler to ask."""
-    spill_bytes: int | None
-    """Register bytes per thread that did not fit; None where there is no compiler to ask."""
-    refusals: tuple[tuple[str, str], ...]
-    """Kernels ahead of this one in the table and why each refused."""
-
-    @property
-    def source(self) -> str:
-        """The generated source of the kernel; empty for the NumPy back end."""
-        return entry_text(self.plan.kernel, self.plan.macros) if self.plan else ""
-
-    def __str__(self) -> str:
-        lines = [str(self.problem)]
-        if self.device is None:
-            lines.append(
-                f"  kernel         {self.kernel}: NumPy arrays are computed on the CPU, {self.num_threads} threads"
-            )
-        else:
-            splits = ""
-            if self.plan and self.plan.num_splits > 1:
-                splits = f": {self.plan.num_splits} splits of the keys for each tile, joined by a second kernel"
-            registers = f"unknown (no NVRTC here that compiles for {self.device.arch})"
-            if self.registers is not None:
-                registers = f"{self.registers} per thread, {self.spill_bytes} bytes spilled"
-            lines += [
-                f"  kernel         {self.kernel} for {self.device.arch}",
-                f"  tile           {self.tile} (rows x keys), {self.num_threads} threads",
-                f"  grid           {self.num_blocks} blocks{splits}",
-                f"  shared memory  {self.shared_memory} of {self.device.shared_memory_per_block} bytes per block",
-                f"  registers      {registers}",
-                f"  workspace      {self.workspace} bytes",
-            ]
-        lines += [f"  not {name}: {reason}" for name, reason in self.refusals]
-        return "\n".join(lines)
+_ARRAYS = (*Operands._fields, "workspace")
 
 
 def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:
@@ -131,13 +69,13 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     plan = make_plan(problem, gpu, chosen)
     registers, spills = _resources(plan, gpu)
     ahead = []
-    for name, reason in refusals(problem, gpu):
+    for name, reason in refusals(problem.traits, gpu):
         if name == plan.kernel:
             break
         ahead.append((name, reason or "options(kernel=...) chose another"))
     return Explanation(
-        problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads, plan.shared_memory,
-        plan.workspace, registers, spills, tuple(ahead),
+        problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads,
+        plan.program.shared_memory, plan.workspace, registers, spills, tuple(ahead),
     )  # fmt: skip
 
 
@@ -162,30 +100,9 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
         plan = make_plan(problem, gpu, settings())
-        kernel_function(plan, device_id)
+        kernel_function(plan.program, device_id)
         if plan.num_splits > 1:
-            kernel_function(combination_of(problem, plan.num_splits).build, device_id)
-
-
-def gpu_available() -> bool:
-    """Whether CuPy is installed and finds a usable GPU. Imports CuPy only where a CUDA driver is installed."""
-    if not driver_installed():
-        return False
-    try:
-        return bool(import_cupy().cuda.is_available())
-    except Exception:  # a broken CuPy or driver raises many kinds; for us they all mean "no GPU"
-        return False
-
-
-def driver_installed() -> bool:
-    """Whether the CUDA driver's library can be loaded. Does not initialise it."""
-    import ctypes
-
-    try:
-        ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
-    except OSError:
-        return False
-    return True
+            kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
 
 
 def _describe(
@@ -240,12 +157,12 @@ def _resources(plan: Plan, device: Device) -> tuple[int | None, int | None]:
     if plan.num_blocks == 0:
         return None, None
     try:
-        return _compiled_resources(plan.kernel, plan.macros, device.arch)
+        return _compiled_resources(plan.program, device.arch)
     except (ImportError, KernelCompileError):
         return None, None
 
 
 @lru_cache(maxsize=256)
-def _compiled_resources(kernel: str, macros: Macros, arch: str) -> tuple[int, int]:
-    resources = compile_offline(kernel, macros, arch)
+def _compiled_resources(program: Program, arch: str) -> tuple[int, int]:
+    resources = compile_offline(program, arch)
     return resources.registers, resources.spill_bytes

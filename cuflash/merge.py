@@ -1,4 +1,4 @@
-"""`merge_attention_states`: the public function that joins attention over disjoint keys."""
+"""`merge_attention_states`: the public function that merges attention over disjoint keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from .cpu.merge import merge_on_host
-from .gpu.merge import merge_on_gpu
+from .gpu.merge_states import merge_on_gpu
 from .problem.arrays import HOST
 from .problem.parts import describe_parts
 
@@ -21,7 +21,7 @@ def merge_attention_states(
 @overload
 def merge_attention_states(outs: AnyArray | Sequence[AnyArray], lses: AnyArray | Sequence[AnyArray]) -> Pair: ...
 def merge_attention_states(outs: Any, lses: Any) -> Any:
-    r"""Join results of attention over disjoint sets of keys into that over all of them.
+    r"""Merge results of attention over disjoint sets of keys into that over all of them.
 
     With part :math:`s` giving ``outs[s]`` and ``lses[s]``, row by row [1]_ [2]_
 
@@ -29,10 +29,11 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
               \mathrm{out} = \sum_s e^{\mathrm{lse}_s - \mathrm{lse}} \, \mathrm{out}_s .
 
     Any way of dividing the keys will do: caches on several devices, a shared prefix, a chunk at a time. With `causal`,
-    a `window` or ALiBi each part must be told where the queries stand among its own keys: for keys that begin at
-    ``start`` pass ``query_offset=offset - start``, where ``offset`` is that of the whole call, by default ``Nk - Nq``.
-    With as many queries as keys, or from the top left, that is ``causal=True, query_offset=-start``. Left out, the last
-    query would stand at the last key of each part, which is a valid call too: no error can tell.
+    a `window`, or slopes, which go by position, too, each part must be told where the queries stand among its own keys:
+    for keys that begin at ``start`` pass ``query_offset=offset - start``, where ``offset`` is that of the whole call,
+    by default ``Nk - Nq``. With as many queries as keys, or from the top left, that is ``causal=True,
+    query_offset=-start``. Left out, the last query would stand at the last key of each part, which is a valid call too:
+    no error can tell.
 
     Parameters
     ----------
@@ -63,10 +64,10 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
 
     Notes
     -----
-    Parts are joined in their order, in float32 (float64 for float64): results are repeatable to the bit. A part with an
+    Parts are merged in their order, in float32 (float64 for float64): results are repeatable to the bit. A part with an
     lse of ``-inf`` has weight exactly 0, whatever its `out` holds; one of ``+inf`` (an infinite sink) leaves no weight
     to finite ones, and NaN makes its row NaN. A sink belongs to one of the parts only. Never synchronises. More than 16
-    GPU arrays that are not stacked are joined 16 at a time, through partial results in scratch memory.
+    GPU arrays that are not stacked are merged 16 at a time, through partial results in scratch memory.
 
     References
     ----------

@@ -195,7 +195,7 @@ def attention_varlen(
 
 
 def merge_attention_states(outs: ArrayLike, lses: ArrayLike) -> tuple[Float64, Float64]:
-    """Join partial results of softmax attention over disjoint keys from their definition.
+    """Merge partial results of softmax attention over disjoint keys from their definition.
 
     Parameters
     ----------

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -21,6 +23,10 @@ import pytest
 # The caller's settings stay out of the tests; before the first import of cuflash, which reads some of them.
 for _name in [name for name in os.environ if name.startswith("CUFLASH_") or name == "CUPY_TF32"]:
     del os.environ[_name]
+
+# Programs that tests start find this checkout too.
+_paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
 
 NO_GPU = "no GPU: "
 """How the reason of every skip for lack of a GPU begins."""
@@ -71,11 +77,14 @@ def _has_its_turn(item: pytest.Item) -> bool:
         return True
     from cuflash.plan.table import KERNELS
 
-    # Kernels that take the same case take turns.
-    spec = item.callspec.params.get("spec")
-    if spec is None:
-        return _in_turn(item.nodeid, marker.args[0])
-    return _in_turn(item.nodeid.replace(spec.name, ""), marker.args[0], KERNELS.index(spec))
+    # Kernels that take the same case take turns, and so does what is parametrised by `turn`.
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    if "turn" in params:
+        return _in_turn(item.originalname, marker.args[0], params["turn"])
+    if "spec" in params:
+        spec = params["spec"]
+        return _in_turn(item.nodeid.replace(spec.name, ""), marker.args[0], KERNELS.index(spec))
+    return _in_turn(item.nodeid, marker.args[0])
 
 
 def _in_turn(name: str, parts: int, rank: int = 0) -> bool:
@@ -103,12 +112,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     from cuflash.plan.table import KERNELS
 
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
-    for spec in KERNELS:
-        seconds = sum(
-            getattr(report, "duration", 0.0) for report in reports if spec.name in getattr(report, "nodeid", "")
-        )
-        if seconds > 10:
-            terminalreporter.write_line(f"tests named for {spec.name} took {seconds:.0f} s")
+    seconds: dict[str, float] = defaultdict(float)
+    for report in reports:
+        name, duration = getattr(report, "nodeid", ""), getattr(report, "duration", 0.0)
+        seconds[name.removeprefix("tests/").partition("/")[0]] += duration
+        for spec in KERNELS:
+            if spec.name in name:
+                seconds[spec.name] += duration
+    taken = ", ".join(f"{name} {time:.0f}" for name, time in sorted(seconds.items()) if time >= 10)
+    if taken:
+        terminalreporter.write_line(f"seconds by folder, and of tests named for a kernel: {taken}")
 
 
 @pytest.fixture

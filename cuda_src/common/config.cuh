@@ -34,6 +34,10 @@
 #ifndef CUFLASH_STAGES
 #define CUFLASH_STAGES 1
 #endif
+// Warps of forward_mma that share their rows.
+#ifndef CUFLASH_WARPS_PER_ROW
+#define CUFLASH_WARPS_PER_ROW 1
+#endif
 #ifndef CUFLASH_MIN_BLOCKS
 #define CUFLASH_MIN_BLOCKS 1
 #endif
@@ -70,13 +74,14 @@ constexpr int kBlockM = CUFLASH_BLOCK_M;
 constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
 constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
+constexpr int kWarpsPerRow = CUFLASH_WARPS_PER_ROW;
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;
 constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
 constexpr bool kHasSoftcap = kSoftcapDegree != 0;
 constexpr bool kVarlen = CUFLASH_VARLEN;
-// Partial results to combine lie one behind the other in one array; otherwise each is an array of its own.
+// Partial results to merge lie one behind the other in one array; otherwise each is an array of its own.
 constexpr bool kStacked = CUFLASH_STACKED;
 // 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.
 constexpr int kAlignment = CUFLASH_ALIGNMENT;

@@ -1,8 +1,8 @@
 // The end of a row: sink, normalisation, log-sum-exp, conversion and store.
 #pragma once
 
-#include "common/merge.cuh"
 #include "common/score.cuh"
+#include "common/softmax.cuh"
 #include "common/store.cuh"
 
 namespace cuflash {
@@ -17,19 +17,18 @@ struct FinishedRow {
 // `row_sum` is the sum over all keys, relative to `row_max`, which may be anything for a row that sees no key.
 __device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row,
                                                   Accumulator row_max, Accumulator row_sum) {
-    const bool sees_keys = row_sum != 0, is_partial = params.lse_strides.column != 0;
+    const bool sees_keys = row_sum != 0;
+    const bool is_partial = params.lse_strides.column != 0;
+    // The offset is that of all splits, also of those whose keys the row does not see.
     Accumulator offset = 0, kept = 0;
-    if constexpr (kHasAlibi) {
-        // Rows without keys may have no slope; but the offset is that of all parts.
-        if (sees_keys || is_partial) offset = alibi_offset(params, tile, row);
-        if (is_partial) kept = offset, offset = 0;
-    }
+    if (sees_keys || is_partial) offset = logit_offset(params, tile, row);
+    if (is_partial) kept = offset, offset = 0;  // right either way: the lse is lower by it in the end
     ExponentialSum keys = empty_sum();
     if (sees_keys) keys = {bounded(row_max - offset, largest_finite()), row_sum};
     FinishedRow finished = {1, row_sum, keys, kept};
-    if (tile.sinks) {
-        const Accumulator sink = load_float(tile.sinks + row.head * params.sink_strides.head, params.sink_dtype);
-        finished.total = join(keys, {sink + kept, 1});
+    if (tile.per_head.has_sink()) {
+        const Accumulator sink = tile.per_head.sink(params, row.head);
+        finished.total = merge(keys, {sink + kept, 1});
         finished.multiplier = relative_exponential(keys.largest, finished.total.largest);
         finished.divisor = finished.total.sum;
     }
@@ -73,26 +72,6 @@ __device__ __forceinline__ void store_elements(const AttentionParams& params, ch
             if (row && column + e < params.head_dim_v)
                 store_bits(row + (column + e) * params.out_strides.column, elements.values[e]);
         }
-    }
-}
-
-// Stores kNumRows rows of the tile, `num_columns` features each, that lie in shared memory. Called by the 32 lanes of a
-// warp.
-template <int kNumRows, int kPitch>
-__device__ __forceinline__ void store_shared_rows(const AttentionParams& params, const TileMap& tile, int first_row,
-                                                  int first_column, int num_columns,
-                                                  const Accumulator (&rows)[kNumRows][kPitch], int lane) {
-    constexpr int kOutputs = 16 / sizeof(OutElement);
-    const int vectors = num_columns / kOutputs;
-#pragma unroll 1
-    for (int vector = lane; vector < kNumRows * vectors; vector += 32) {
-        const Row row = row_at(params, tile, first_row + vector / vectors);
-        if (!row.valid) continue;
-        const int column = vector % vectors * kOutputs;
-        Accumulator values[kOutputs];
-#pragma unroll
-        for (int e = 0; e < kOutputs; ++e) values[e] = rows[vector / vectors][column + e];
-        store_output(params, output_row(params, tile, row), first_column + column, values);
     }
 }
 

@@ -3,7 +3,6 @@
 
 #include "common/config.cuh"
 #include "ptx/convert.cuh"
-#include "ptx/subnormal.cuh"
 
 namespace cuflash {
 
@@ -43,35 +42,6 @@ struct AccumulatorOf<CUFLASH_FLOAT64> {
 using Element = ElementOf<kDtype>::Type;
 using OutElement = ElementOf<kOutDtype>::Type;
 using Accumulator = AccumulatorOf<kDtype>::Type;
-
-__device__ __forceinline__ Accumulator infinity() {
-    if constexpr (sizeof(Accumulator) == 8) return __longlong_as_double(0x7ff0000000000000LL);
-    else return __int_as_float(0x7f800000);
-}
-
-__device__ __forceinline__ Accumulator largest_finite() {
-    if constexpr (sizeof(Accumulator) == 8) return __longlong_as_double(0x7fefffffffffffffLL);
-    else return __int_as_float(0x7f7fffff);
-}
-
-__device__ __forceinline__ float exponential(float x) { return expf(x); }
-__device__ __forceinline__ double exponential(double x) { return exp(x); }
-__device__ __forceinline__ float logarithm(float x) { return logf(x); }
-__device__ __forceinline__ double logarithm(double x) { return log(x); }
-__device__ __forceinline__ float hyperbolic_tangent(float x) { return tanhf(x); }
-__device__ __forceinline__ double hyperbolic_tangent(double x) { return tanh(x); }
-__device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
-__device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
-__device__ __forceinline__ float minimum(float a, float b) { return fminf(a, b); }
-__device__ __forceinline__ double minimum(double a, double b) { return fmin(a, b); }
-__device__ __forceinline__ float absolute(float x) { return fabsf(x); }
-__device__ __forceinline__ double absolute(double x) { return fabs(x); }
-__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
-__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
-// For values far below others: the compiler's own float arithmetic takes what is below the normal range for 0.
-__device__ __forceinline__ double multiply_subnormal(double a, double b) { return a * b; }
-__device__ __forceinline__ double multiply_add_subnormal(double a, double b, double c) { return fma(a, b, c); }
-__device__ __forceinline__ double divide_subnormal(double a, double b) { return a / b; }
 
 // Reads a value of type T that may lie on any address when the call has unaligned arrays.
 template <typename T>
@@ -119,11 +89,29 @@ __device__ __forceinline__ Accumulator load_float(const char* address, int dtype
     }
 }
 
+// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
+// saturate.
+__device__ __forceinline__ long long load_integer(const char* address, int size) {
+    switch (size) {
+        case -1: return load_bits<signed char>(address);
+        case 1: return load_bits<unsigned char>(address);
+        case -2: return load_bits<short>(address);
+        case 2: return load_bits<unsigned short>(address);
+        case -4: return load_bits<int>(address);
+        case 4: return load_bits<unsigned int>(address);
+        case -8: return load_bits<long long>(address);
+        default: {
+            const unsigned long long value = load_bits<unsigned long long>(address);
+            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
+        }
+    }
+}
+
 // Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is
 // exact.
 __device__ __forceinline__ float narrow_to_odd(double value) {
     const float truncated = __double2float_rz(value);
-    const bool exact = static_cast<double>(truncated) == value || value != value;
+    const bool exact = static_cast<double>(truncated) == value;
     return exact ? truncated : __uint_as_float(__float_as_uint(truncated) | 1u);
 }
 __device__ __forceinline__ float narrow_to_odd(float value) { return value; }

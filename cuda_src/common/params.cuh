@@ -1,5 +1,5 @@
-// The run-time arguments of the kernels, one struct passed by value. cuflash/gpu/params.py mirrors AttentionParams
-// field by field, cuflash/gpu/combine.py CombineParams.
+// The run-time arguments of the forward kernels, one struct passed by value. cuflash/gpu/arguments.py packs each field
+// by its name.
 #pragma once
 
 #include "common/config.cuh"
@@ -18,13 +18,6 @@ struct Strides {
     long long column;
 };
 
-__device__ __forceinline__ long long batch_offset(const Strides& strides, const long long (&coordinates)[kBatchAxes]) {
-    long long offset = 0;
-#pragma unroll
-    for (int axis = 0; axis < kBatchAxes; ++axis) offset += coordinates[axis] * strides.batch[axis];
-    return offset;
-}
-
 struct AttentionParams {
     const char* q;
     const char* k;
@@ -33,21 +26,25 @@ struct AttentionParams {
     char* lse;  // null: not wanted
     const char* bias;
     const char* mask;
-    const char* alibi_slopes;   // null: none
-    const char* sinks;          // null: none
-    const char* query_offsets;  // null: query_offset holds for every batch
+    const char* alibi_slopes;  // null: none
+    const char* sinks;         // null: none
+    const char* query_offset;  // null: query_offset_value holds for every batch
     const char* cu_seqlens_q;
     const char* cu_seqlens_k;
 
-    // What a call of the same form but other lengths changes.
     Strides q_strides;
     Strides k_strides;
     Strides v_strides;
     Strides out_strides;
     Strides lse_strides;
+    Strides bias_strides;
+    Strides mask_strides;
+    Strides alibi_slopes_strides;
+    Strides sinks_strides;
+    Strides query_offset_strides;
     long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;
-    long long query_offset;
+    long long query_offset_value;
     Divisor num_m_blocks;      // tiles along the rows of one head (packed sequences: upper bound over all of them)
     Divisor planes_at_once;    // heads whose tiles take turns, those with the most keys first; 0: one after another
     Divisor tiles_at_once;     // of them
@@ -59,12 +56,6 @@ struct AttentionParams {
     long long out_split_stride;
     long long lse_split_stride;
 
-    // What it keeps.
-    Strides bias_strides;
-    Strides mask_strides;
-    Strides alibi_strides;
-    Strides sink_strides;
-    Strides query_offset_strides;
     long long cu_seqlens_q_stride;
     long long cu_seqlens_k_stride;
     Divisor batch_shape[kBatchAxes];
@@ -83,43 +74,11 @@ struct AttentionParams {
     int head_dim;
     int head_dim_v;
     int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each packed sequence
-    int alibi_dtype;          // CUFLASH_FLOAT16 ...
-    int sink_dtype;
+    int alibi_slopes_dtype;   // CUFLASH_FLOAT16 ...
+    int sinks_dtype;
     int query_offset_size;  // bytes, negative when signed
     int cu_seqlens_q_size;
     int cu_seqlens_k_size;
-};
-
-constexpr int kRowAxes = kBatchAxes + 2;
-constexpr int kMaxParts = kStacked ? 1 : 16;
-
-// Bytes from element to element along the axes of the rows: those of a result but its features.
-struct RowStrides {
-    long long axis[kRowAxes];
-};
-
-// Partial results over disjoint keys, to be joined row by row.
-struct CombineParams {
-    const char* outs[kMaxParts];  // stacked: the first part
-    const char* lses[kMaxParts];
-    char* out;
-    char* lse;  // null: not wanted
-
-    RowStrides outs_strides[kMaxParts];
-    RowStrides lses_strides[kMaxParts];
-    RowStrides out_strides;
-    RowStrides lse_strides;
-    long long outs_column_stride[kMaxParts];
-    long long out_column_stride;
-    long long outs_part_stride;  // stacked: from part to part
-    long long lses_part_stride;
-    // Bytes from column to column where `lses` or `lse` are sums, see store_sum; 0 where they are logarithms.
-    long long lses_column_stride;
-    long long lse_column_stride;
-    Divisor shape[kRowAxes];
-    long long num_rows;  // product of shape
-    long long num_parts;
-    long long head_dim_v;
 };
 
 }  // namespace cuflash

@@ -1,10 +1,14 @@
 // From the raw score q.k to the logit: scale, softcap, bias, ALiBi, then hidden keys, in the order of the contract.
 #pragma once
 
-#include "common/columns.cuh"
-#include "common/mask.cuh"
+#include "common/bias_mask.cuh"
+#include "common/math.cuh"
+#include "common/rows.cuh"
 
 namespace cuflash {
+
+constexpr bool kHasRowTerms = kBiasDtype != 0 || kHasMask || kHasAlibi;  // logits need more than their scores
+constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;               // logits are scores times the scale
 
 // What the logits of a row need beside its scores.
 struct LogitRow {
@@ -20,31 +24,26 @@ __device__ __forceinline__ long long nearest_key(const TileExtent& tile, long lo
     return min(max(position, 0LL), tile.seqlen_k - 1);
 }
 
-__device__ __forceinline__ Accumulator alibi_slope(const AttentionParams& params, const TileMap& tile, const Row& row) {
-    return load_float(tile.alibi_slopes + row.head * params.alibi_strides.head, params.alibi_dtype);
-}
-
-__device__ __forceinline__ Accumulator bounded(Accumulator value, Accumulator bound) {
-    return maximum(minimum(value, bound), -bound);
-}
-
 // A slope whose products with distances below `num_keys` do not overflow. Steeper ones single out the same key.
 __device__ __forceinline__ Accumulator bounded_slope(long long num_keys, Accumulator slope) {
     return bounded(slope, largest_finite() / 2 / static_cast<Accumulator>(num_keys));
 }
 
-// What ALiBi takes off all logits of a row beside their distances from the nearest key.
-__device__ __forceinline__ Accumulator alibi_offset(const AttentionParams& params, const TileMap& tile,
+// What is to be taken off all logits of a row: ALiBi's share of its distance from the nearest key. The row must see a
+// key, or at least be one of a sequence: others may have no slope.
+__device__ __forceinline__ Accumulator logit_offset(const AttentionParams& params, const TileMap& tile,
                                                     const Row& row) {
+    if constexpr (!kHasAlibi) return 0;
     const long long position = row.query + tile.query_offset;
     const long long distance = position - nearest_key(tile, position);
     const Accumulator offset =
-        alibi_slope(params, tile, row) * static_cast<Accumulator>(distance < 0 ? -distance : distance);
+        tile.per_head.slope(params, row.head) * static_cast<Accumulator>(distance < 0 ? -distance : distance);
     return bounded(offset, largest_finite() / 2);
 }
 
 // Rows behind the last one repeat it: their logits go nowhere.
 __device__ __forceinline__ LogitRow logit_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
+    // right either way: it only keeps the cast in range
     const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
     const Row row = row_at(params, tile, min(tile_row, last_row));
     LogitRow result = {};
@@ -53,17 +52,14 @@ __device__ __forceinline__ LogitRow logit_row(const AttentionParams& params, con
         result.bias = tile.bias + row.head * params.bias_strides.head + row.query * params.bias_strides.row;
     if constexpr (kHasMask)
         result.mask = tile.mask + row.head * params.mask_strides.head + row.query * params.mask_strides.row;
-    if constexpr (kHasAlibi) { result.alibi_slope = bounded_slope(tile.seqlen_k, alibi_slope(params, tile, row)); }
+    if constexpr (kHasAlibi) result.alibi_slope = bounded_slope(tile.seqlen_k, tile.per_head.slope(params, row.head));
     return result;
 }
 
 // The same for one key tile. Columns count keys from the tile's first.
-struct RowContext {
-    const char* bias;  // of column 0
-    const char* mask;
+struct RowContext : BiasMaskRow {
     Accumulator alibi_slope;
     Accumulator distance;  // from column 0 to the position of the row
-    int last_column;       // that is a key: bias and mask must be read inside the arrays
 };
 
 __device__ __forceinline__ RowContext row_context(const AttentionParams& params, const TileMap& tile,
@@ -75,6 +71,7 @@ __device__ __forceinline__ RowContext row_context(const AttentionParams& params,
         context.alibi_slope = row.alibi_slope;
         context.distance = static_cast<Accumulator>(row.position - n_begin);
     }
+    // right either way: it only keeps the cast in range
     context.last_column = static_cast<int>(min(tile.seqlen_k - n_begin, static_cast<long long>(kBlockN))) - 1;
     return context;
 }
@@ -101,37 +98,11 @@ __device__ __forceinline__ Accumulator scaled_score(const ScoreScale& by, Accumu
     if constexpr (kHasSoftcap) {
         const Accumulator x = score * by.scale_by_softcap;                       // 0 for what is below the range
         constexpr Accumulator kLinear = sizeof(Accumulator) == 8 ? 1e-8 : 1e-4;  // up to here tanh(x) rounds to x
+        // right either way: the tangent of so little rounds to it
         return absolute(x) < kLinear ? scaled : by.softcap * hyperbolic_tangent(x);
     }
     return scaled;
 }
-
-// Whether bias and mask of a row can be read in vectors: the end of the keys cuts none of them.
-template <int kCount>
-__device__ __forceinline__ bool has_vectors(const AttentionParams& params, const RowContext& row) {
-    bool vectors = (kBiasDtype != 0 || kHasMask) && (row.last_column + 1) % kCount == 0;
-    if constexpr (kBiasDtype != 0)
-        vectors &= is_vector<kCount, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
-    if constexpr (kHasMask) vectors &= is_vector<kCount, unsigned char>(row.mask, params.mask_strides.column);
-    return vectors;
-}
-
-// Bias and mask of a row at kCount neighbouring columns.
-template <int kCount>
-struct RowColumns {
-    using Bias = ElementOf<kBiasDtype>::Type;
-    Columns<Bias, kCount> biases;
-    Columns<unsigned char, kCount> visible;
-
-    // `kVectors` asks for what has_vectors<kCount> has found to be so.
-    template <bool kVectors>
-    __device__ __forceinline__ void load(const AttentionParams& params, const RowContext& row, int column) {
-        if constexpr (kBiasDtype != 0)
-            biases.template load<kVectors>(row.bias, params.bias_strides.column, column, row.last_column);
-        if constexpr (kHasMask)
-            visible.template load<kVectors>(row.mask, params.mask_strides.column, column, row.last_column);
-    }
-};
 
 // Adds bias and ALiBi to scaled scores of kCount neighbouring columns, and hides what bias and mask hide. Without
 // `kHideByBias` a key that the bias hides may be left with NaN, if its score is not finite.

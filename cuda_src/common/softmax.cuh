@@ -1,9 +1,15 @@
-// Online softmax: running maximum and sum of a thread's rows, from which output and log-sum-exp follow at the end.
+// Online softmax: running maximum and sum of a thread's rows, from which output and log-sum-exp follow at the end, and
+// how sums over disjoint keys merge: each counts by its sum of exponentials.
 #pragma once
 
-#include "common/numeric.cuh"
+#include "common/math.cuh"
 
 namespace cuflash {
+
+// Weights are 2^kWeightBits times those relative to the largest logit. float16 then keeps its full precision for
+// weights down to 2^-29 of the largest, and many small ones do not become 0 or round the same way. The other formats
+// have range enough.
+constexpr int kWeightBits = kDtype == CUFLASH_FLOAT16 ? 15 : 0;
 
 // A maximum to subtract: 0 in place of -inf, so that rows without a visible key give exp(-inf) = 0 and no NaN.
 __device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) {
@@ -48,5 +54,30 @@ struct OnlineSoftmax {
         }
     }
 };
+
+// A sum of exponentials, as its largest exponent and the sum relative to that. Their logarithm alone would forget the
+// sum where the exponent is so large that one more or less is less than its rounding.
+struct ExponentialSum {
+    Accumulator largest;
+    Accumulator sum;
+};
+
+__device__ __forceinline__ ExponentialSum empty_sum() { return {-infinity(), 0}; }
+
+// exp(exponent - largest) for exponent <= largest, infinities included: equal ones give 1.
+__device__ __forceinline__ Accumulator relative_exponential(Accumulator exponent, Accumulator largest) {
+    return exponential(exponent == largest ? Accumulator(0) : exponent - largest);
+}
+
+__device__ __forceinline__ ExponentialSum merge(ExponentialSum a, ExponentialSum b) {
+    const Accumulator largest = maximum(a.largest, b.largest);
+    const Accumulator of_b = b.sum * relative_exponential(b.largest, largest);
+    return {largest, multiply_add(a.sum, relative_exponential(a.largest, largest), of_b)};
+}
+
+__device__ __forceinline__ Accumulator log_of(ExponentialSum total) {
+    // right either way: the logarithm of 0 is -inf too
+    return total.sum == 0 ? -infinity() : total.largest + logarithm(total.sum);
+}
 
 }  // namespace cuflash

@@ -1,7 +1,7 @@
 // Stores of results: converted, and in vectors where the call has them.
 #pragma once
 
-#include "common/merge.cuh"
+#include "common/softmax.cuh"
 
 namespace cuflash {
 
@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_features(char* row, int column, int num_fe
 }
 
 // Stores the logarithm of a sum less an offset; or, of a partial result, its largest exponent, the sum and the offset,
-// each `column_stride` bytes behind the last. The offset is the same for all parts, which are joined without it: beside
+// each `column_stride` bytes behind the last. The offset is the same for all of them, which merge without it: beside
 // a large one their exponents would be all alike.
 __device__ __forceinline__ void store_sum(char* address, long long column_stride, ExponentialSum total,
                                           Accumulator offset) {

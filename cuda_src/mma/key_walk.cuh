@@ -2,6 +2,7 @@
 #pragma once
 
 #include "common/mask.cuh"
+#include "mma/budget.cuh"
 
 namespace cuflash {
 
@@ -16,6 +17,9 @@ struct KeyWalk {
     __device__ __forceinline__ long long first_key(int index) const {
         return begin + static_cast<long long>(num_tiles - 1 - index) * kBlockN;
     }
+    // Whether some row may not see all keys of a tile.
+    // right either way: what is seen is not hidden
+    __device__ __forceinline__ bool at_edge(int index) const { return (index < inner_begin) | (index >= inner_end); }
 };
 
 __device__ __forceinline__ KeyWalk key_walk(const TileKeys& keys) {
@@ -24,13 +28,15 @@ __device__ __forceinline__ KeyWalk key_walk(const TileKeys& keys) {
     const long long num_keys = max(keys.any.end - walk.begin, 0LL);
     walk.num_tiles = static_cast<int>((num_keys + kBlockN - 1) / kBlockN);
     walk.last_keys = static_cast<int>(num_keys - static_cast<long long>(max(walk.num_tiles - 1, 0)) * kBlockN);
+    // right either way: it only keeps the cast in range
     walk.inner_begin = walk.num_tiles - static_cast<int>(max(keys.all.end - walk.begin, 0LL) / kBlockN);
+    // right either way: it only keeps the cast in range
     walk.inner_end = walk.num_tiles - static_cast<int>(min((keys.all.begin - walk.begin + kBlockN - 1) / kBlockN,
                                                            static_cast<long long>(walk.num_tiles)));
     return walk;
 }
 
-// The type of a walk that a thread keeps in registers, or else reads where the block has it.
+// A walk that a thread keeps in registers, or else reads where the block has it.
 template <bool kInRegisters>
 struct WalkKeeper {
     using Type = KeyWalk;
@@ -39,5 +45,6 @@ template <>
 struct WalkKeeper<false> {
     using Type = const KeyWalk&;
 };
+using KeptWalk = WalkKeeper<kKeepWalk>::Type;
 
 }  // namespace cuflash

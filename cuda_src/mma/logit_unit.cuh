@@ -7,6 +7,10 @@
 namespace cuflash {
 
 constexpr bool kUsualSoftcap = kSoftcapDegree > 1;  // tanh by one exponential is exact enough
+constexpr bool kPerRow = kHasRowTerms;              // logits need more than their scores
+// Features alone, which have a short form, see mma/logits.cuh.
+constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
+constexpr bool kShiftedLogits = kHasAlibi && !kHasSoftcap && kBiasDtype == 0 && !kHasMask;
 
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {
@@ -42,7 +46,9 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
         // The last coefficient must not vanish: it is what makes hidden scores low.
         const double fifth_power = ratio * ratio * ratio * ratio * ratio;
+        // right either way: the polynomial is the shorter way
         const bool exact = ratio >= 1e-6 && ratio <= 1e6 && params.softcap * fifth_power >= 1e-30;
+        // right either way: the polynomial is the shorter way
         unit.small = static_cast<Accumulator>(exact ? limit / ratio : -1);
         const double ninth = 62.0 / 2835 * square * square,
                      seventh = (-17.0 / 315 + 2.25 * 62 / 2835 * square) * square;
@@ -58,7 +64,10 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         // by it.
         constexpr Accumulator kLeast = kHasAlibi ? 1e-6 : 1e-30, kMost = kHasAlibi ? 1e6 : 1e31;
         const Accumulator multiplier = static_cast<Accumulator>(params.scale * kLog2E);
-        unit.scaled = kBiasDtype != 0 || !(multiplier >= kLeast && multiplier <= kMost);
+        const bool is_low = !(multiplier >= kLeast);
+        unit.scaled = kBiasDtype != 0 || is_low ||
+                      // right either way: beside such scores no slope counts that a division by the factor loses
+                      multiplier > kMost;
         if (!unit.scaled) {
             unit.factor = static_cast<Accumulator>(params.scale);
             unit.multiplier = multiplier;

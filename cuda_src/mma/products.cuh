@@ -1,7 +1,7 @@
 // The two products of attention by mma.sync: S += Q K^T and O += P V.
 #pragma once
 
-#include "mma/tile.cuh"
+#include "mma/budget.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
@@ -38,16 +38,16 @@ __device__ __forceinline__ void multiply_qk(Scores& scores, SharedAddress q, con
     }
 }
 
-// Two neighbouring key tiles of a product are what the next one takes as its first operand.
-__device__ __forceinline__ void round_scores(Weights& weights, const Scores& scores) {
+// To 16 bits. Two neighbouring key tiles of a product are what the next one takes as its first operand.
+__device__ __forceinline__ void round_weights(Weights& rounded, const Scores& weights) {
 #pragma unroll
     for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
         for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                const float low = scores[m][n][2 * i], high = scores[m][n][2 * i + 1];
-                weights[m][n / 2][n % 2 * 2 + i] =
+                const float low = weights[m][n][2 * i], high = weights[m][n][2 * i + 1];
+                rounded[m][n / 2][n % 2 * 2 + i] =
                     kBfloat16 ? bfloat162_bits_from_floats(low, high) : half2_bits_from_floats(low, high);
             }
         }
@@ -74,30 +74,27 @@ __device__ __forceinline__ void store_weights(Element (*rows)[kPitchP], int firs
 // more than that: the compiler would fetch further ahead than it has registers for.
 template <typename Between>
 __device__ __forceinline__ void multiply_shared_pv(Output& o, SharedAddress p, SharedAddress v, Between between) {
-    constexpr int kLoads = kFeatureTiles / 2;
-    // Equal parts, as large as registers allow.
-    constexpr int kAtOnce = kStages == 1 || kLoads == 7 ? 1 : kLoads < 7 ? kLoads : 2;
-    constexpr int kGroups = kLoads / kAtOnce;
-    unsigned int weights[2][kRowTiles][4], values[2][kAtOnce][4];
+    constexpr int kGroups = kMatricesV / kMatricesAhead;
+    unsigned int weights[2][kRowTiles][4], values[2][kMatricesAhead][4];
     const auto fetch = [&](int group) {
-        const int step = group / kGroups, first = group % kGroups * kAtOnce;
-        if (first == 0) {
+        const int step = group / kGroups, first = group % kGroups * kMatricesAhead;
+        if (first == 0) {  // right either way: the same weights once more
 #pragma unroll
             for (int m = 0; m < kRowTiles; ++m) ldmatrix_x4(weights[step % 2][m], p + m * 16 * kRowBytesP + step * 32);
         }
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i)
+        for (int i = 0; i < kMatricesAhead; ++i)
             ldmatrix_x4_transposed(values[group % 2][i], v + step * 16 * kRowBytesV + (first + i) * 32);
     };
     fetch(0);
 #pragma unroll
     for (int group = 0; group < kStepsV * kGroups; ++group) {
-        __syncwarp();
+        __syncwarp();  // fence: nothing is fetched further ahead
         if (group + 1 < kStepsV * kGroups) fetch(group + 1);
-        const int step = group / kGroups, first = group % kGroups * kAtOnce;
+        const int step = group / kGroups, first = group % kGroups * kMatricesAhead;
         if (first == 0) between(step);
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kMatricesAhead; ++i) {
             const unsigned int (&both)[4] = values[group % 2][i];
             const unsigned int even[2] = {both[0], both[1]}, odd[2] = {both[2], both[3]};
 #pragma unroll
@@ -114,6 +111,7 @@ template <typename Between>
 __device__ __forceinline__ void multiply_own_pv(Output& o, const Weights& weights, SharedAddress v, Between between) {
 #pragma unroll
     for (int step = 0; step < kStepsV; ++step) {
+        // fence: nothing is fetched further ahead
         __syncwarp();  // the compiler fetches no further ahead, which it has no registers for
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; f += 2) {
@@ -133,7 +131,7 @@ __device__ __forceinline__ void multiply_own_pv(Output& o, const Weights& weight
 template <typename Between>
 __device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v,
                                             Between between) {
-    if constexpr (kShare > 1) multiply_shared_pv(o, p, v, between);
+    if constexpr (kWarpsPerRow > 1) multiply_shared_pv(o, p, v, between);
     else multiply_own_pv(o, own, v, between);
 }
 

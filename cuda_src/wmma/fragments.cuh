@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/softmax.cuh"
-#include "common/weights.cuh"
+#include "common/total.cuh"
 #include "ptx/wmma.cuh"
 
 namespace cuflash {
@@ -30,40 +30,32 @@ __device__ __forceinline__ void store_scores(float* shared, const WmmaC (&scores
     }
 }
 
-// A thread's part of O for the keys before the last restart. Volatile, so that it stays in memory.
 template <int kRows, int kFeatures>
-struct Total {
-    volatile float sums[kRows][kFeatures][8];
-    volatile float row_max[kRows];  // that their weights are relative to
-};
+using OutputTotal = Total<kRows, 8 * kFeatures>;
 
 // o += total
 template <int kRows, int kFeatures>
-__device__ __forceinline__ void add_total(WmmaC (&o)[kRows][kFeatures], const Total<kRows, kFeatures>& total,
+__device__ __forceinline__ void add_total(WmmaC (&o)[kRows][kFeatures], const OutputTotal<kRows, kFeatures>& total,
                                           float (&factors)[kRows][16], float multiplier,
                                           const OnlineSoftmax<kRows>& states, int row, int first_column) {
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const float difference = total.row_max[i] - finite_maximum(states.row_max[i]);
-        if (first_column == 0) factors[i][row] = exp2_approximate(difference * multiplier);
+        const float factor = total.factor(i, states.row_max[i], multiplier);
+        if (first_column == 0) factors[i][row] = factor;
     }
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
         WmmaC factor;
         wmma_load_column(factor, factors[i]);
-#pragma unroll
-        for (int f = 0; f < kFeatures; ++f) {
-#pragma unroll
-            for (int e = 0; e < 8; ++e) o[i][f].x[e] = multiply_add(total.sums[i][f][e], factor.x[e], o[i][f].x[e]);
-        }
+        total.add_to(i, [&](int v) -> float& { return o[i][v / 8].x[v % 8]; }, [&](int v) { return factor.x[v % 8]; });
     }
 }
 
 // total = o, o = 0
 template <int kRows, int kFeatures>
-__device__ __forceinline__ void restart(WmmaC (&o)[kRows][kFeatures], Total<kRows, kFeatures>& total,
+__device__ __forceinline__ void restart(WmmaC (&o)[kRows][kFeatures], OutputTotal<kRows, kFeatures>& total,
                                         const OnlineSoftmax<kRows>& states) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
@@ -71,7 +63,7 @@ __device__ __forceinline__ void restart(WmmaC (&o)[kRows][kFeatures], Total<kRow
 #pragma unroll
         for (int f = 0; f < kFeatures; ++f) {
 #pragma unroll
-            for (int e = 0; e < 8; ++e) total.sums[i][f][e] = o[i][f].x[e];
+            for (int e = 0; e < 8; ++e) total.sums[i][f * 8 + e] = o[i][f].x[e];
             o[i][f] = {};
         }
     }

@@ -31,6 +31,8 @@ class Case(NamedTuple):
     softcap: float | None = None
     bias: bool = False
     """Add a bias of shape (heads, seqlen_q, seqlen_k), in the dtype of the case."""
+    alibi: bool = False
+    """Subtract `alibi_slopes` times the distance."""
     value_mean: float = 0.0
     value_spread: float = 1.0
     """The values are normal with this mean and standard deviation; queries and keys have 0 and 1."""
@@ -48,6 +50,8 @@ class Case(NamedTuple):
             options.append(f"softcap {self.softcap:g}")
         if self.bias:
             options.append("bias")
+        if self.alibi:
+            options.append("ALiBi")
         if self.value_mean:
             options.append(f"values {self.value_mean:g} +- {self.value_spread:g}")
         return f"{self.dtype} B{self.batch} H{heads} N{length} D{feature} {' '.join(options)}"
@@ -150,6 +154,7 @@ def _options() -> list[Case]:
         _square(group, "bfloat16", 16, 4096, 128, 4, window=(255, 255)),
         _square(group, "bfloat16", 16, 4096, 128, 4, causal=True, softcap=30.0),
         _square(group, "float16", 32, 2048, 64, 4, bias=True),
+        _square(group, "bfloat16", 16, 4096, 128, 4, causal=True, alibi=True),
         _square(group, "float16", 16, 1000, 128, 2, causal=True),
         _square(group, "float16", 16, 4097, 64, 2),
         _square(group, "float16", 24, 3000, 96, 2, kv_heads=8, causal=True),
@@ -262,11 +267,14 @@ class Inputs(NamedTuple):
     """(batch, kv_heads, seqlen_k, head_dim_v)"""
     bias: Any
     """(heads, seqlen_q, seqlen_k) or None"""
+    alibi_slopes: Any = None
+    """(heads,), float32, or None"""
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of `cuflash.attention`."""
-        return self.case.options | ({} if self.bias is None else {"bias": self.bias})
+        arrays = {"bias": self.bias, "alibi_slopes": self.alibi_slopes}
+        return self.case.options | {name: x for name, x in arrays.items() if x is not None}
 
 
 def make_inputs(case: Case, xp: Any) -> Inputs:
@@ -281,12 +289,20 @@ def make_inputs(case: Case, xp: Any) -> Inputs:
             x *= drawn(case.value_spread)
             x += drawn(case.value_mean)
         arrays[name] = x.astype(DTYPES[case.dtype])
-    return Inputs(case, arrays["q"], arrays["k"], arrays["v"], arrays.get("bias"))
+    slopes = xp.asarray(alibi_slopes(case.heads)) if case.alibi else None
+    return Inputs(case, arrays["q"], arrays["k"], arrays["v"], arrays.get("bias"), slopes)
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Slopes of Press, Smith and Lewis (2022) for a power of two of heads: 2^(-8/heads), its square, and so on."""
+    return np.exp2(np.arange(1, heads + 1, dtype=np.float32) * np.float32(-8 / heads))
 
 
 def stand_ins(case: Case) -> dict[str, Any]:
     """Describe a case's arrays, by argument name, as they would be on the first GPU."""
-    return {
-        name: ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[case.dtype]), case.dtype, 0, 0, True)
-        for name, shape in case.shapes.items()
-    }
+
+    def describe(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
+        return ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[dtype]), dtype, 0, 0, True)
+
+    arrays = {name: describe(shape, case.dtype) for name, shape in case.shapes.items()}
+    return arrays | ({"alibi_slopes": describe((case.heads,), "float32")} if case.alibi else {})

@@ -1,18 +1,22 @@
 """The gate of `python -m cuflash bench`: results against float64, in some rows of every head.
 
-All rows would need all N x N scores of all heads in float64. Evenly spaced rows of every head, each at another place in
-its tile, find what kernels get wrong; that the rest is finite costs one pass over the result.
+All rows would need all N x N scores of all heads in float64. `reference` computes evenly spaced rows of every head,
+each at another place in its tile, which finds what kernels get wrong; that the rest is finite costs one pass over the
+result.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
+from .. import reference
 from ..problem.arrays import DTYPES
+from ..settings import num_threads
 from .cases import Case, Inputs
 
 ALLOWED = {"float16": 4e-4, "bfloat16": 3e-3, "float32": 2e-6, "float64": 4e-15}
@@ -23,8 +27,10 @@ ALLOWED_DRIFT = 1.1
 CHECKED_ROWS = 1024
 """Rows in all that are compared, where there are not so many heads that each gets `ROWS_PER_HEAD`."""
 ROWS_PER_HEAD = 8
-SCORES = 2**24
-"""Scores in float64 that may be in memory at once: 128 MiB, a few times."""
+SCORES = 2**23
+"""Scores in float64 that a thread has in memory at once: 64 MiB, a few times."""
+HELPERS = 4
+"""Threads at most that compute in float64: each has keys and values of its own in memory."""
 
 
 class Verdict(NamedTuple):
@@ -75,8 +81,7 @@ def sampled_rows(case: Case) -> list[slice]:
 def visible(case: Case, rows: slice, xp: Any) -> Any:
     """Which keys some queries of a case see by their position: a mask (queries, seqlen_k)."""
     left, right = (None, None) if case.window is None else case.window
-    key = xp.arange(case.seqlen_k)
-    position = (xp.arange(case.seqlen_q)[rows] + (case.seqlen_k - case.seqlen_q))[:, None]
+    key, position = _positions(case, rows, xp)
     seen = xp.ones((len(position), case.seqlen_k), bool)
     if case.causal:
         seen &= key <= position
@@ -85,6 +90,11 @@ def visible(case: Case, rows: slice, xp: Any) -> Any:
     if right is not None:
         seen &= key <= position + right
     return seen
+
+
+def _positions(case: Case, rows: slice, xp: Any) -> tuple[Any, Any]:
+    """Positions of the keys, (seqlen_k,), and those of some queries, (queries, 1): the last one at the last key."""
+    return xp.arange(case.seqlen_k), (xp.arange(case.seqlen_q)[rows] + (case.seqlen_k - case.seqlen_q))[:, None]
 
 
 class Exact(NamedTuple):
@@ -97,35 +107,52 @@ class Exact(NamedTuple):
     """Their results in float64: (batch, heads, all these rows, head_dim_v)."""
 
 
-def exact_result(inputs: Inputs, xp: Any) -> Exact:
-    """Compute some rows of every head in float64, with the library `xp`, numpy or cupy, that made the inputs."""
-    case = inputs.case
-    rows = sampled_rows(case)
-    seen = [visible(case, some, xp) for some in rows]
+def exact_result(inputs: Inputs) -> Exact:
+    """Compute some rows of every head with `reference`, on the host, from inputs of either back end."""
+    case, rows = inputs.case, sampled_rows(inputs.case)
+    group_size = case.heads // case.kv_heads
+    q = to_host(inputs.q).reshape(-1, group_size, case.seqlen_q, case.head_dim)
+    k, v = (to_host(x).reshape(-1, case.seqlen_k, x.shape[-1]) for x in (inputs.k, inputs.v))
+    lengths = [len(range(case.seqlen_q)[some]) for some in rows]
+    values = np.empty((*q.shape[:2], sum(lengths), case.head_dim_v))
+
+    def compute(heads: slice, some: slice, result: np.ndarray) -> None:
+        # The rows of a group see the same keys: to `reference`, which is told who sees what, they are one long head.
+        mask = np.tile(visible(case, some, np), (group_size, 1))
+        long = q[heads, :, some].reshape(-1, 1, len(mask), case.head_dim)
+        added = _added(inputs, np.arange(len(q))[heads] % case.kv_heads, some)
+        keys = (x[heads, np.newaxis] for x in (k, v))
+        out, _ = reference.attention(long, *keys, mask=mask, bias=added, softcap=case.softcap)
+        result[...] = out.reshape(result.shape)
+
     # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
-    with threadpool_limits(1, "blas"):
-        heads = [
-            xp.concatenate([_exact_rows(inputs, batch, head, *some, xp) for some in zip(rows, seen, strict=True)])
-            for batch, head in np.ndindex(case.batch, case.heads)
-        ]
-        values = to_host(xp.stack(heads))
+    with threadpool_limits(1, "blas"), ThreadPoolExecutor(min(num_threads(), HELPERS)) as pool:
+        jobs = []
+        for some, length, end in zip(rows, lengths, np.cumsum(lengths), strict=True):
+            at_once = max(1, SCORES // max(1, length * group_size * case.seqlen_k))
+            for i in range(0, len(q), at_once):
+                heads = slice(i, i + at_once)
+                jobs.append(pool.submit(compute, heads, some, values[heads, :, end - length : end]))
+        for job in jobs:
+            job.result()
     return Exact(case, rows, values.reshape(case.batch, case.heads, -1, case.head_dim_v))
 
 
-def _exact_rows(inputs: Inputs, batch: int, head: int, rows: slice, seen: Any, xp: Any) -> Any:
+def _added(inputs: Inputs, kv_heads: np.ndarray, rows: slice) -> np.ndarray | None:
+    """What is added to the logits of some rows of all query heads that share some heads of keys, or None."""
     case = inputs.case
-    kv_head = head // (case.heads // case.kv_heads)
-    k, v = (x[batch, kv_head].astype(np.float64) for x in (inputs.k, inputs.v))
-    scores = (inputs.q[batch, head, rows].astype(np.float64) @ k.T) * case.head_dim**-0.5
-    if case.softcap is not None:
-        scores = case.softcap * xp.tanh(scores / case.softcap)
+    heads = (case.kv_heads, case.heads // case.kv_heads)
+    if inputs.bias is None and inputs.alibi_slopes is None:
+        return None
+    key, position = _positions(case, rows, np)
+    added = np.zeros((len(kv_heads), heads[1], len(position), case.seqlen_k))
     if inputs.bias is not None:
-        scores = scores + inputs.bias[head, rows].astype(np.float64)
-    # A query that sees nothing keeps the weights of these scores, all of them 0.
-    scores = xp.where(seen, scores, -1e300)
-    weights = xp.where(seen, xp.exp(scores - scores.max(-1, keepdims=True)), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    return weights @ v / xp.where(total == 0.0, 1.0, total)
+        added += to_host(inputs.bias).reshape(*heads, case.seqlen_q, case.seqlen_k)[kv_heads][:, :, rows]
+    if inputs.alibi_slopes is not None:
+        # `reference` takes slopes for rows that follow one another.
+        slopes = to_host(inputs.alibi_slopes).astype(np.float64).reshape(*heads, 1, 1)[kv_heads]
+        added -= slopes * np.abs(position - key)
+    return added.reshape(len(kv_heads), 1, -1, case.seqlen_k)
 
 
 def check(exact: Exact, out: Any, xp: Any) -> Verdict:

@@ -4,7 +4,7 @@ The table of problems (`cases`), or one problem given on the command line, is me
 back end: first the gate, a comparison with float64 (`check`), then the speed (`measure`, `device`),
 for each kernel and each peer. Results go to the terminal and, if asked, to JSON, Markdown and a picture.
 
-Other libraries are not part of the package: they are compared where a file of peers is named or lies in the checkout.
+Other libraries are not part of the package: they are compared where a file or a module of peers is named.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..demo import choose_backend
-from ..explain import gpu_available
+from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
 from ..plan.table import kernel_names
 from ..problem.arrays import FLOAT_NAMES
@@ -34,8 +33,6 @@ from .device import GpuBackend, NumpyBackend, measure_limits
 from .measure import Peer, Request, compile_ahead, measure
 from .overheads import SmallCalls, overheads
 
-PEERS_FILE = Path(__file__).resolve().parents[2] / "benchmarks" / "peers.py"
-"""Beside the package in a checkout."""
 QUICK_SECONDS = 20.0
 """After this time a quick run begins no further problem; the last one, and the overheads, are done within 30 s."""
 QUICK_REPEATS = 3
@@ -49,6 +46,7 @@ class Peers(NamedTuple):
     table: Mapping[str, Peer]
     small_calls: SmallCalls | None = None
     release: Callable[[], None] | None = None
+    versions: Callable[[], dict[str, str]] | None = None
 
 
 def load_peers(source: str | None, backend: str) -> Peers:
@@ -58,8 +56,8 @@ def load_peers(source: str | None, backend: str) -> Peers:
     ----------
     source : str or None
         A Python file or the name of a module with a function ``peers(backend)``, which returns a mapping of names to
-        `Peer`; maybe with ``small_calls(q)`` (see `overheads.SmallCalls`), and ``release()``, which gives unused
-        memory back and is called behind each problem. "none": no peers. None: the checkout's file, if there is one.
+        `Peer`; maybe with ``small_calls(q)`` (see `overheads.SmallCalls`), ``release()``, which gives unused memory
+        back and is called behind each problem, and ``versions()`` of what it has imported. None, "none": no peers.
     backend : {"gpu", "numpy"}
 
     Raises
@@ -67,9 +65,9 @@ def load_peers(source: str | None, backend: str) -> Peers:
     ValueError
         There is no such file or module, it cannot be imported, or it has no such function.
     """
-    if source == "none" or (source is None and not PEERS_FILE.is_file()):
+    if source in (None, "none"):
         return Peers({})
-    path = PEERS_FILE if source is None else Path(source)
+    path = Path(str(source))
     try:
         if path.suffix == ".py":
             spec = importlib.util.spec_from_file_location("cuflash_bench_peers", path)
@@ -79,8 +77,8 @@ def load_peers(source: str | None, backend: str) -> Peers:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(str(source))
-        extras = (getattr(module, name, None) for name in ("small_calls", "release"))
-        return Peers(dict(module.peers(backend)), *extras)
+        extras = {name: getattr(module, name, None) for name in ("small_calls", "release", "versions")}
+        return Peers(dict(module.peers(backend)), **extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
 
@@ -110,7 +108,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         metavar="FILE_OR_MODULE",
-        help="other libraries; 'none'; default: benchmarks/peers.py, if it is there",
+        help="other libraries, such as benchmarks/peers.py of the repository; default: none",
     )
     shape = parser.add_argument_group("one problem instead of the table")
     shape.add_argument("--batch", type=_positive, help="default: 1")
@@ -220,7 +218,8 @@ def run(
             report["overheads"] = overheads(backend, peers.small_calls, deadline is not None)
         except Exception as error:  # what was measured before is not lost
             report["overheads_failed"] = f"{type(error).__name__}: {error}"
-    report["versions"] = backend.versions()  # again: peers have been imported meanwhile
+    if peers.versions is not None:  # of what has been imported meanwhile
+        report["versions"] |= peers.versions()
     return report
 
 
@@ -261,7 +260,7 @@ def main(args: list[str]) -> int:
     deadline = begin + QUICK_SECONDS if arguments.quick else None
     report = run(cases, with_overheads, backend, request, peers, deadline, arguments.json)
     write(report, arguments)
-    if report["problems"]:
+    if report["problems"] or "overheads" in report:
         print(f"\n{reports.markdown(report)}")
     print(f"\n{reports.summary(report)}")
     return status(report)

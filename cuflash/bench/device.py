@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import importlib
 import platform
-import sys
+import statistics
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,10 @@ from .. import __version__
 from ..gpu.compile import source_digest
 from ..problem.arrays import DTYPES
 from ..settings import num_threads
+
+Key = TypeVar("Key", bound=Hashable)
+Times = tuple[float, float]
+"""Microseconds: the least, and the median."""
 
 
 class NumpyBackend:
@@ -61,6 +65,27 @@ class NumpyBackend:
             times.append(self._time(function))
         return times
 
+    def time_candidates(self, candidates: Mapping[Key, Callable[[], Any]], repeats: int = 5) -> dict[Key, Times]:
+        """Compare several ways to compute the same: they take turns, so that a machine that changes is fair to all.
+
+        Parameters
+        ----------
+        candidates : mapping
+            Calls by anything that names them, such as a tile and a number of splits; what one raises, this raises.
+        repeats : int
+            Turns, after one that warms up.
+
+        Returns
+        -------
+        dict
+            Microseconds of each candidate, the least and the median, with cold caches as in `times`.
+        """
+        for function in candidates.values():
+            function()
+        turns = [{name: self._time(function) for name, function in candidates.items()} for _ in range(repeats)]
+        seconds = {name: [turn[name] for turn in turns] for name in candidates}
+        return {name: (1e6 * min(found), 1e6 * statistics.median(found)) for name, found in seconds.items()}
+
     def _time(self, function: Callable[[], Any]) -> float:
         self.flush()
         number, seconds = 1, self._loop(function, 1)
@@ -82,13 +107,9 @@ class NumpyBackend:
         """Give unused memory back, so that the next library can have it."""
 
     def versions(self) -> dict[str, str]:
-        """Of everything that took part and is imported already."""
+        """Of everything that takes part."""
         found = {"cuflash": __version__, "sources": source_digest(), "modules": module_digest()}
-        found["python"] = platform.python_version()
-        for name in ("numpy", "torch"):
-            if sys.modules.get(name) is not None:
-                found[name] = str(sys.modules[name].__version__)
-        return found
+        return found | {"python": platform.python_version(), "numpy": np.__version__}
 
     def gemm_dtype(self, dtype: str) -> str:
         """Type whose matrix product is the limit: NumPy has no fast one in 16 bits, and cuflash computes in float32."""
@@ -150,7 +171,7 @@ class GpuBackend(NumpyBackend):
         self.xp.get_default_memory_pool().free_all_blocks()
 
     def versions(self) -> dict[str, str]:
-        """Of everything that took part and is imported already."""
+        """Of everything that takes part."""
         runtime = self.xp.cuda.runtime
         return {
             **super().versions(),

@@ -68,7 +68,7 @@ def measure(
     results: list[dict[str, Any]] = []
     try:
         inputs = make_inputs(case, backend.xp)
-        exact = exact_result(inputs, backend.xp) if request.verify else None
+        exact = exact_result(inputs) if request.verify else None
         for kernel in request.kernels(backend.name):
             with chosen(kernel, request.tile):
                 results.append(_measure_kernel(inputs, exact, backend, request, limits) | {"automatic": not kernel})

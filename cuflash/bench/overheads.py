@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import Any
 import numpy as np
 
 from ..dense import attention
-from ..gpu import launch
 from ..gpu.compile import KernelCompileError, compile_offline
+from ..gpu.launch import device_info
 from ..plan.plan import make_plan
 from ..plan.table import KERNELS, Device, KernelSpec, device_of
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..problem.problem import describe_attention
 from ..settings import Settings
-from .device import NumpyBackend, peak_bytes
+from .device import NumpyBackend, Times, peak_bytes
+from .host import host_times, new_head_dims, repeated
 
 CAPABILITY = 90
 """What kernels are compiled for, to time it, on machines without a GPU."""
@@ -45,7 +45,8 @@ def overheads(backend: NumpyBackend, small_calls: SmallCalls | None, quick: bool
     """
     found: dict[str, Any] = {
         "import_s": {} if quick else import_times(backend.name, 3),
-        "host_us": host_times(backend, small_calls),
+        "calls_us": host_times(backend),
+        "others_us": other_host_times(backend, small_calls),
         "compile": compile_times(_device(backend), ["float16"] if quick else list(FLOAT_NAMES)),
     }
     if backend.name == "numpy":
@@ -57,7 +58,7 @@ def overheads(backend: NumpyBackend, small_calls: SmallCalls | None, quick: bool
 def _device(backend: NumpyBackend) -> Device:
     if backend.name == "numpy":
         return device_of(CAPABILITY)
-    return launch.device_info(backend.xp.cuda.runtime.getDevice())
+    return device_info(backend.xp.cuda.runtime.getDevice())
 
 
 def import_times(backend: str, runs: int) -> dict[str, float]:
@@ -82,42 +83,18 @@ def _run_python(code: str, *arguments: str, **variables: str) -> str:
     return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True).stdout
 
 
-def host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[str, float]:
-    """Microseconds of host time per call: the same form again, a new length, and parts for comparison."""
+def other_host_times(backend: NumpyBackend, small_calls: SmallCalls | None) -> dict[str, Times]:
+    """Host time of a call that needs a plan of its own; of parts of a call, and of other libraries' calls."""
     xp = backend.xp
     q = xp.ones((1, 1, 16, 64), np.float32)
-    half = q.astype(np.float16)
-    lengths = [xp.ones((1, 1, 17 + i, 64), np.float32) for i in range(200)]
-
-    def new_lengths() -> None:
-        launch._launches.clear()  # the forms stay: what is measured is a length that no call had before
-        for x in lengths:
-            attention(x, x, x)
-
-    times = {
-        "repeated call": _host_time(backend, lambda: attention(q, q, q), 300),
-        "repeated call, float16": _host_time(backend, lambda: attention(half, half, half), 300),
-        "new length": _host_time(backend, new_lengths, 1) / len(lengths),
-        f"{xp.__name__}.empty": _host_time(backend, lambda: xp.empty(q.shape, q.dtype), 300),
-    }
+    calls: dict[str, Callable[[], Any]] = {f"{xp.__name__}.empty": lambda: xp.empty(q.shape, q.dtype)}
     if backend.name == "gpu":
         kernel = xp.RawKernel('extern "C" __global__ void nothing() {}', "nothing")
-        times["RawKernel launch"] = _host_time(backend, lambda: kernel((1,), (32,), ()), 300)
+        calls["RawKernel launch"] = lambda: kernel((1,), (32,), ())
     if small_calls is not None:
-        times |= {name: _host_time(backend, call, 300) for name, call in small_calls(q).items()}
-    return times
-
-
-def _host_time(backend: NumpyBackend, function: Callable[[], Any], calls: int) -> float:
-    """Microseconds until a call returns; the least of several rounds, as the machine does other things too."""
-    times = []
-    for _ in range(9):
-        backend.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
-            function()
-        times.append((time.perf_counter() - begin) / calls)
-    return min(times) * 1e6
+        calls |= small_calls(q)
+    times = {name: repeated(backend, call) for name, call in calls.items()}
+    return {"first call of a head_dim": new_head_dims(backend)} | times
 
 
 def compile_times(device: Device, dtypes: list[str]) -> list[dict[str, Any]]:
@@ -141,11 +118,11 @@ def compile_rows(device_fields: list[int], dtypes: list[str]) -> list[dict[str, 
         shape = (4, 16, 4096, 128)
         x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
         problem, _ = describe_attention(x, x, x, causal=True)
-        if spec.refusal(problem, device) is not None:
+        if spec.refusal(problem.traits, device) is not None:
             return None
         plan = make_plan(problem, device, Settings(spec.name, "", False))
         try:
-            resources = compile_offline(plan.kernel, plan.macros, device.arch)
+            resources = compile_offline(plan.program, device.arch)
         except (ImportError, KernelCompileError):  # no NVRTC here, or none that knows the GPU
             return None
         row = {"kernel": spec.name, "dtype": dtype, "head_dim": 128, "tile": str(plan.tile), "arch": device.arch}

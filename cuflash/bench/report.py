@@ -6,7 +6,7 @@ Everything here reads the plain data that `--json` stores, so that tables can be
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Report = dict[str, Any]
@@ -124,11 +124,24 @@ def _without(line: str, index: int) -> str:
     return "|" + "|".join(cells) + "|"
 
 
+def _least_and_median(times: Sequence[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in times)
+
+
 def overhead_tables(found: dict[str, Any]) -> str:
     """Markdown of what calls cost beside their kernels."""
     tables = []
-    parts: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-        ("host_us", "host time per call, microseconds", lambda value: f"{value:.1f}"),
+    if "calls_us" in found:
+        news = list(next(iter(found["calls_us"].values())))
+        lines = ["| host time per call, microseconds: least, median | " + " | ".join(news) + " |"]
+        lines.append("|---|" + "---:|" * len(news))
+        lines += [
+            f"| {name} | " + " | ".join(_least_and_median(times[new]) for new in news) + " |"
+            for name, times in found["calls_us"].items()
+        ]
+        tables.append("\n".join(lines))
+    parts: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+        ("others_us", "host time for comparison, microseconds: least, median", _least_and_median),
         ("import_s", "`import cuflash` above its array library, seconds", lambda value: f"{value:.2f}"),
         ("memory_mib", "memory beside inputs and results, MiB", lambda value: f"{value:.1f}"),
     )
@@ -195,7 +208,12 @@ def summary(report: Report) -> str:
             text += f", {_spread(ratios)} times the best peer's speed"
         lines.append(text)
     found = report.get("overheads", {})
-    for name, unit in (("host_us", "us per call"), ("import_s", "s of import"), ("memory_mib", "MiB")):
+    calls = found.get("calls_us", {})
+    for new in next(iter(calls.values()), {}):
+        lines.append(
+            f"  us per call, {new}: " + ", ".join(f"{name} {times[new][1]:.0f}" for name, times in calls.items())
+        )
+    for name, unit in (("import_s", "s of import"), ("memory_mib", "MiB")):
         if name in found:
             lines.append(f"  {unit}: " + ", ".join(f"{key} {number(value)}" for key, value in found[name].items()))
     return "\n".join(lines)

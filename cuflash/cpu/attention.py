@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.checks import clamp_offset
-from ..problem.problem import Problem
+from ..problem.problem import HEAD_ARRAYS, Problem
 from ..settings import num_threads
 from .blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
 from .direct import attend_directly, is_plain
@@ -54,7 +54,7 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
     arrays : mapping of str to ndarray or None
         Views broadcast to the problem's axes: q (*batch, Hq, Nq, D), k (*batch, Hkv, Nk, D), v (*batch, Hkv, Nk, Dv),
         out (*batch, Hq, Nq, Dv), lse (*batch, Hq, Nq), bias and mask (*batch, Hq, Nq, Nk), alibi_slopes and sinks
-        (*batch, Hq), query_offsets (*batch). out and lse are written; lse and the options may be None.
+        (*batch, Hq), query_offset (*batch). out and lse are written; lse and the options may be None.
 
     Returns
     -------
@@ -65,7 +65,7 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
         return []
     group_size = problem.num_heads_q // problem.num_heads_kv
     named = dict(arrays)
-    offsets = named.pop("query_offsets", None)
+    offsets = named.pop("query_offset", None)
     named = {name: named.get(name) for name in ARRAYS}
     sequences = []
     values = [problem.query_offset or 0] if offsets is None else [clamp_offset(int(x)) for x in offsets.flat]
@@ -101,7 +101,7 @@ def attention_varlen(problem: Problem, arrays: Mapping[str, Array | None]) -> No
         for name, which in (("q", rows), ("k", keys), ("v", keys), ("out", rows), ("lse", rows)):
             tokens = arrays.get(name)
             part[name] = None if tokens is None else tokens[which].swapaxes(0, 1)
-        for name in ("alibi_slopes", "sinks"):
+        for name in HEAD_ARRAYS:
             per_head = arrays.get(name)
             part[name] = None if per_head is None else per_head[index]
         offset = problem.query_offset
@@ -127,7 +127,7 @@ class Task(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, sequence: Sequence | None = None) -> Task:
         """Task of a problem, or of calls with one sequence of the same shape."""
-        dtype = FLOAT64 if problem.dtype == "float64" else FLOAT32
+        dtype = FLOAT64 if problem.traits.dtype == "float64" else FLOAT32
         parts = None if sequence is None else parts_of(problem, sequence, 1)
         return cls(problem, Arithmetic.of(problem, dtype), is_plain(problem), parts)
 
@@ -152,11 +152,11 @@ def compute(task: Task, sequences: list[Sequence]) -> None:
 
 def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
     """Scratch memory of one thread, at most, except for what is computed again."""
-    itemsize = 8 if problem.dtype == "float64" else 4
-    features = problem.head_dim + problem.head_dim_v
-    rows = BLOCK_ROWS * (features * itemsize + problem.head_dim_v * 8)
+    itemsize = 8 if problem.traits.dtype == "float64" else 4
+    features = problem.traits.head_dim + problem.traits.head_dim_v
+    rows = BLOCK_ROWS * (features * itemsize + problem.traits.head_dim_v * 8)
     # Scores, and for a bias or a mask its copy and what it hides.
-    tiles = TILE_BYTES * (1 if problem.bias is None and problem.mask is None else 3)
+    tiles = TILE_BYTES * (1 if problem.operands.bias is None and problem.operands.mask is None else 3)
     # Copies of keys and values, whether or not dtype and strides ask for them.
     keys = min(tile_keys, problem.seqlen_k) * features * itemsize
     return rows + tiles + keys
@@ -279,7 +279,7 @@ def _may_overflow(block: Block, problem: Problem) -> bool:
         return True
     rows, keys = block.part.rows, block.part.keys
     q, k = block.of_rows(sequence.q), block.of_keys(sequence.k, keys)
-    bound = max(abs(problem.scale), 1.0) * problem.head_dim * _largest(q) * _largest(k)
+    bound = max(abs(problem.scale), 1.0) * problem.traits.head_dim * _largest(q) * _largest(k)
     if sequence.alibi_slopes is not None:
         farthest = block.distance + rows.stop - rows.start + keys.stop - keys.start
         bound += _largest(block.of_heads(sequence.alibi_slopes)) * farthest

@@ -169,9 +169,10 @@ def merged_axes(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) ->
 
 def parts_of(problem: Problem, sequence: Sequence, num_sequences: int) -> tuple[Part, ...]:
     """Find where a sequence is cut, by its shapes alone; the longest parts come first."""
-    wide = problem.dtype == "float64"
-    widens = problem.dtype not in ("float32", "float64")
-    options = problem.head_dim, problem.head_dim_v, problem.window_left, problem.window_right, wide, widens, TILE_BYTES
+    traits = problem.traits
+    wide, widens = traits.dtype == "float64", traits.dtype not in ("float32", "float64")
+    window = problem.window_left, problem.window_right
+    options = traits.head_dim, traits.head_dim_v, *window, wide, widens, TILE_BYTES
     shape = sequence.q.shape
     return cut(shape[:-3], shape[-3], shape[-2], sequence.k.shape[-2], sequence.offset, *options, num_sequences)
 

@@ -18,11 +18,9 @@ from .tile import MODERATE, Arithmetic, edges_of, is_blas_matrix, operand
 
 def is_plain(problem: Problem) -> bool:
     """Whether a problem asks for nothing but a window, and perhaps the lse."""
-    return (
-        problem.sinks is problem.bias is problem.mask is problem.alibi_slopes is None
-        and not problem.softcap
-        and MODERATE[0] <= abs(problem.scale) <= MODERATE[1]
-    )
+    traits = problem.traits
+    has_moderate_scale = MODERATE[0] <= abs(problem.scale) <= MODERATE[1]
+    return traits.num_arrays == traits.num_terms == traits.sinks == 0 and has_moderate_scale
 
 
 def attend_directly(block: Block, arithmetic: Arithmetic, scratch: Scratch) -> Array | None:

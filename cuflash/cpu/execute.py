@@ -10,7 +10,7 @@ import numpy as np
 
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
-from ..problem.problem import Operand, Problem, result_rows
+from ..problem.problem import Operand, Operands, Problem, result_rows, shapes_of
 from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
 
@@ -26,9 +26,9 @@ class HostCall:
         self._task = cpu.Task.of(problem, sequence)
         self._rows = result_rows(problem)
         self._offset = sequence.offset
-        shape, dtype = (*self._rows, problem.head_dim_v), DTYPES[problem.out.dtype]
+        shape, dtype = (*self._rows, problem.traits.head_dim_v), DTYPES[problem.operands.out.dtype]
         # Nearly always new results have nothing special, and there is no other one.
-        is_usual = problem.lse is None and problem.out.strides[-len(shape) :] == contiguous_strides(
+        is_usual = problem.operands.lse is None and problem.operands.out.strides[-len(shape) :] == contiguous_strides(
             shape, dtype.itemsize
         )
         self._new_out = (shape, dtype) if is_usual else None
@@ -64,7 +64,7 @@ class HostCall:
         for place, full, shape in self._forms:
             views[place] = _broadcast(given[place], full).reshape(shape)
         cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[call-arg]
-        return out if problem.lse is None else (out, lse)
+        return out if problem.operands.lse is None else (out, lse)
 
 
 def find_on_host(
@@ -96,25 +96,25 @@ def execute_on_host(
     arrays = _inputs(problem, infos)
     # What is written goes past the methods of a caller's subclass of ndarray.
     if out is None:
-        out = arrays["out"] = allocate((*rows, problem.head_dim_v), problem.out)
+        out = arrays["out"] = allocate((*rows, problem.traits.head_dim_v), problem.operands.out)
     else:
         arrays["out"] = infos["out"].array
-    if problem.lse is not None and lse is None:
-        lse = arrays["lse"] = allocate(rows, problem.lse)
+    if problem.operands.lse is not None and lse is None:
+        lse = arrays["lse"] = allocate(rows, problem.operands.lse)
     else:
         arrays["lse"] = None if lse is None else infos["lse"].array
     if problem.is_2d:
         arrays.update((name, x[None]) for name in ("out", "lse") if (x := arrays[name]) is not None)
-    if problem.op == "attention_varlen":
+    if problem.traits.op == "attention_varlen":
         cpu.attention_varlen(problem, arrays)
-        return out if problem.lse is None else (out, lse)
+        return out if problem.operands.lse is None else (out, lse)
     sequences = cpu.attention(problem, arrays)
     # What an array of offsets holds decides how the work is cut.
-    if key is not None and problem.query_offsets is None and sequences:
+    if key is not None and problem.operands.query_offset is None and sequences:
         if len(_calls) >= CACHE_SIZE:
             _calls.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
         _calls[key] = HostCall(problem, arrays, sequences[0])
-    return out if problem.lse is None else (out, lse)
+    return out if problem.operands.lse is None else (out, lse)
 
 
 def _announce(problem: Problem, chosen: Settings) -> None:
@@ -125,9 +125,9 @@ def _announce(problem: Problem, chosen: Settings) -> None:
 
 def _results(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
     """Allocate the results that the caller has not given."""
-    out = allocate((*rows, problem.head_dim_v), problem.out) if out is None else out
-    if problem.lse is not None and lse is None:
-        lse = allocate(rows, problem.lse)
+    out = allocate((*rows, problem.traits.head_dim_v), problem.operands.out) if out is None else out
+    if problem.operands.lse is not None and lse is None:
+        lse = allocate(rows, problem.operands.lse)
     return out, lse
 
 
@@ -149,31 +149,11 @@ def allocate(shape: tuple[int, ...], operand: Operand) -> np.ndarray:
 
 def _inputs(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, np.ndarray | None]:
     """Views of the inputs, broadcast to the axes of the problem; None for options that the call has not."""
-    if problem.op == "attention_varlen":
-        batch: tuple[int, ...] = ()
-        rows: tuple[int, ...] = (problem.seqlen_q, problem.num_heads_q)
-        keys: tuple[int, ...] = (problem.seqlen_k, problem.num_heads_kv)
-    else:
-        batch = problem.batch
-        rows = (*batch, problem.num_heads_q, problem.seqlen_q)
-        keys = (*batch, problem.num_heads_kv, problem.seqlen_k)
-    heads = (*problem.batch, problem.num_heads_q)
-    shapes = {
-        "q": (*rows, problem.head_dim),
-        "k": (*keys, problem.head_dim),
-        "v": (*keys, problem.head_dim_v),
-        "bias": (*rows, problem.seqlen_k),
-        "mask": (*rows, problem.seqlen_k),
-        "alibi_slopes": heads,
-        "sinks": heads,
-        "query_offset": batch,
-        "cu_seqlens_q": (problem.batch[0] + 1,) if problem.cu_seqlens_q else (),
-        "cu_seqlens_k": (problem.batch[0] + 1,) if problem.cu_seqlens_k else (),
-    }
-    arrays: dict[str, np.ndarray | None] = {
-        name: _broadcast(infos[name].array, shape) if name in infos else None for name, shape in shapes.items()
-    }
-    arrays["query_offsets"] = arrays.pop("query_offset")
+    shapes = {name: shape for name, shape in shapes_of(problem).items() if name not in ("out", "lse")}
+    arrays: dict[str, np.ndarray | None] = dict.fromkeys(Operands._fields)
+    for name, shape in shapes.items():
+        if name in infos:
+            arrays[name] = _broadcast(infos[name].array, shape)
     return arrays
 
 

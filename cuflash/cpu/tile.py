@@ -33,11 +33,12 @@ class Arithmetic(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, dtype: np.dtype[Any]) -> Arithmetic:
         """Arithmetic of a problem in float32 or float64."""
+        scale, softcap = problem.scale, problem.traits.softcap
         window = problem.window_left, problem.window_right
-        factor = problem.scale / (problem.softcap or 1.0)
-        if MODERATE[0] <= abs(factor) <= MODERATE[1] and problem.softcap < LARGE_SOFTCAP:
-            return cls(dtype, factor, 1.0, problem.softcap, *window)
-        return cls(dtype, problem.scale, problem.softcap or 1.0, problem.softcap, *window)
+        factor = scale / (softcap or 1.0)
+        if MODERATE[0] <= abs(factor) <= MODERATE[1] and softcap < LARGE_SOFTCAP:
+            return cls(dtype, factor, 1.0, softcap, *window)
+        return cls(dtype, scale, softcap or 1.0, softcap, *window)
 
 
 def queries_of(block: Block, dtype: np.dtype[Any], scratch: Scratch) -> Array:

@@ -16,7 +16,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from ..cupy_cache import compile_in_memory
-from ..plan.plan import Build, Macros, Plan
+from ..plan.plan import Program
 from ..settings import read
 
 
@@ -44,12 +44,13 @@ def source_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def entry_text(kernel: str, macros: Macros) -> str:
+def entry_text(program: Program) -> str:
     """Source of one specialised kernel; goes unchanged to NVRTC, nvcc, ncu or compute-sanitizer."""
-    choices = " ".join(f"{name.lower()}={str(value).removeprefix('CUFLASH_').lower()}" for name, value in macros)
-    lines = [f"// cuflash {kernel} | {choices} | sources {source_digest()}"]
-    lines += [f"#define CUFLASH_{name} {value}" for name, value in macros]
-    lines.append(f'#include "{kernel}.cu"')
+    values = [(name, str(value)) for name, value in program.macros]
+    choices = " ".join(f"{name.lower()}={value.removeprefix('CUFLASH_').lower()}" for name, value in values)
+    lines = [f"// cuflash {program.kernel} | {choices} | sources {source_digest()}"]
+    lines += [f"#define CUFLASH_{name} {value}" for name, value in values]
+    lines.append(f'#include "{program.kernel}.cu"')
     return "\n".join(lines) + "\n"
 
 
@@ -58,37 +59,37 @@ def compiler_options() -> tuple[str, ...]:
     return ("--std=c++17", f"-I{source_folder()}")
 
 
-_functions: dict[tuple[str, Macros, int], Any] = {}
-_locks: dict[tuple[str, Macros, int], Any] = {}
+_functions: dict[tuple[Program, int], Any] = {}
+_locks: dict[tuple[Program, int], Any] = {}
 """Reentrant: a signal handler may need the kernel that it keeps from being compiled."""
 
 
-def kernel_function(plan: Plan | Build, device_id: int) -> Any:
+def kernel_function(program: Program, device_id: int) -> Any:
     """Return the compiled kernel as CuPy's Function on that device, from memory, CuPy's disk cache or the compiler."""
-    key = (plan.kernel, plan.macros, device_id)
+    key = (program, device_id)
     function = _functions.get(key)
     if function is None:
         with _locks.setdefault(key, RLock()):
             function = _functions.get(key)
             if function is None:
-                function = _functions[key] = _build(plan, device_id)
+                function = _functions[key] = _build(program, device_id)
     return function
 
 
-def _build(plan: Plan | Build, device_id: int) -> Any:
+def _build(program: Program, device_id: int) -> Any:
     import cupy
 
-    text = entry_text(plan.kernel, plan.macros)
-    dump(plan.kernel, text)
+    text = entry_text(program)
+    dump(program.kernel, text)
     with cupy.cuda.Device(device_id):
         try:
             try:
-                kernel = _load(plan.kernel, text)
+                kernel = _load(program.kernel, text)
             except OSError as error:
                 compile_in_memory(error)
-                kernel = _load(plan.kernel, text)
-            if plan.shared_memory > 48 * 1024:
-                kernel.max_dynamic_shared_size_bytes = plan.shared_memory
+                kernel = _load(program.kernel, text)
+            if program.shared_memory > 48 * 1024:
+                kernel.max_dynamic_shared_size_bytes = program.shared_memory
             return kernel.kernel
         except Exception as error:
             log = getattr(error, "dump", None)
@@ -124,23 +125,23 @@ class Resources(NamedTuple):
     """Processor time that compiling took: unlike time on the clock, the same on a busy machine."""
 
 
-def compile_offline(kernel: str, macros: Macros, arch: str, extra_source: str = "") -> Resources:
+def compile_offline(program: Program, arch: str, extra_source: str = "") -> Resources:
     """Compile for an architecture such as `"sm_80"` with NVRTC alone: neither a GPU nor a driver is needed."""
     from cupy.cuda import nvrtc
 
-    text = entry_text(kernel, macros) + extra_source
-    program = nvrtc.createProgram(text, f"{kernel}_entry.cu", (), ())
+    text = entry_text(program) + extra_source
+    handle = nvrtc.createProgram(text, f"{program.kernel}_entry.cu", (), ())
     begin = time.thread_time()
     try:
         options = [*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
         if nvrtc.getVersion() >= (12, 9):
             options.append("--no-cache")  # what NVRTC takes from its cache comes without the assembler's report
-        nvrtc.compileProgram(program, tuple(options))
-        log = nvrtc.getProgramLog(program)
+        nvrtc.compileProgram(handle, tuple(options))
+        log = nvrtc.getProgramLog(handle)
     except nvrtc.NVRTCError as error:
-        raise KernelCompileError(f"{text.partition(chr(10))[0]}: {error}\n{nvrtc.getProgramLog(program)}") from error
+        raise KernelCompileError(f"{text.partition(chr(10))[0]}: {error}\n{nvrtc.getProgramLog(handle)}") from error
     finally:
-        nvrtc.destroyProgram(program)
+        nvrtc.destroyProgram(handle)
     return parse_resources(log, time.thread_time() - begin)
 
 
@@ -154,21 +155,21 @@ def parse_resources(log: str, seconds: float) -> Resources:
     return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds)
 
 
-def compile_core(plans: list[Plan], device_id: int, arch: str) -> None:
+def compile_core(programs: list[Program], device_id: int, arch: str) -> None:
     """Compile several kernels in threads; says so on stderr, once, when they do not come from the disk cache."""
     import os
     from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 
     begin = time.perf_counter()
-    with ThreadPoolExecutor(min(len(plans), os.cpu_count() or 1), "cuflash-compile") as pool:
+    with ThreadPoolExecutor(min(len(programs), os.cpu_count() or 1), "cuflash-compile") as pool:
         # The first has a moment for itself: what CuPy finds out about the options, once per process, is most of a warm
         # start, and threads that begin together would all do it.
-        jobs = [pool.submit(kernel_function, plan, device_id) for plan in plans[:1]]
+        jobs = [pool.submit(kernel_function, program, device_id) for program in programs[:1]]
         wait(jobs, timeout=0.15)
-        jobs += [pool.submit(kernel_function, plan, device_id) for plan in plans[1:]]
+        jobs += [pool.submit(kernel_function, program, device_id) for program in programs[1:]]
         _, pending = wait(jobs, timeout=0.5)
         if pending:
-            message = f"cuflash: compiling {len(plans)} kernels for {arch}, once (CuPy keeps them on disk):"
+            message = f"cuflash: compiling {len(programs)} kernels for {arch}, once (CuPy keeps them on disk):"
             print(message, end="", file=sys.stderr, flush=True)
             for count, _ in enumerate(as_completed(jobs), 1):
                 print(f" {count}", end="", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 
 from ..cupy_cache import import_cupy
-from ..plan.plan import Plan, make_plan
+from ..plan.plan import Program, make_plan
 from ..plan.table import Device
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from ..problem.problem import describe_attention
@@ -15,16 +15,16 @@ from .compile import compile_core
 CORE_HEAD_DIMS = (64, 128)
 
 
-def core_plans(device: Device) -> list[Plan]:
-    """Plans of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size."""
-    plans = []
+def core_programs(device: Device) -> list[Program]:
+    """Programs of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size."""
+    programs = []
     for dtype in FLOAT_NAMES:
         for head_dim in CORE_HEAD_DIMS:
             shape = (4, 16, 1024, head_dim)
             x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
             problem, _ = describe_attention(x, x, x)
-            plans.append(make_plan(problem, device, AUTOMATIC))
-    return plans
+            programs.append(make_plan(problem, device, AUTOMATIC).program)
+    return programs
 
 
 def compile_core_kernels() -> None:
@@ -37,7 +37,7 @@ def compile_core_kernels() -> None:
 
         device_id = cupy.cuda.runtime.getDevice()
         device = device_info(device_id)
-        compile_core(core_plans(device), device_id, device.arch)
+        compile_core(core_programs(device), device_id, device.arch)
     except Exception as error:  # whatever is wrong with driver, CuPy or compiler: the program may not need them
         if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
             return

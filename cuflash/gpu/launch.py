@@ -1,8 +1,8 @@
 """From a plan to the results: allocates them, fills the argument struct, launches.
 
 A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a
-bounded cache and costs one look-up, one allocation per result and the launch itself. A call that differs from an
-earlier one in its lengths alone (`Form`) is neither described nor planned again.
+bounded cache and costs one look-up, one allocation per result and the launch itself. Any other call goes the whole way,
+on which what does not depend on lengths is remembered.
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.plan import MAX_GRID, Plan, make_plan, plan_other_lengths
-from ..plan.splits import partial_results, result_axes
+from ..plan.partial import partial_results
+from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
-from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, cupy_ndarray, extent, strides_like
+from ..problem.arrays import DTYPES, ArrayInfo, cupy_ndarray, extent
 from ..problem.checks import workspace_size
-from ..problem.problem import Operand, Problem, result_rows
+from ..problem.problem import Operands, Problem, result_rows
 from ..settings import settings
-from . import compile as compile_module
-from .params import (
-    POINTERS,
-    POINTERS_SIZE,
-    SIZE,
-    pack_form,
-    pack_other_lengths,
-    pack_pointers_into,
-    pack_problem_lengths,
-)
+from .arguments import POINTERS_SIZE, SIZE, pack_pointers_into, pack_values
+from .compile import kernel_function
 from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
-_forms: dict[Any, Form] = {}
 
-_NO_POINTERS = (0,) * (len(POINTERS) - 3)
-_INFO_NAMES = {"query_offsets": "query_offset"}
-"""Argument names of the struct's addresses, where they differ."""
+_NO_POINTERS = (0,) * (len(Operands._fields) - 3)
+_OUT, _LSE = Operands._fields.index("out"), Operands._fields.index("lse")
+_RESULTS = slice(_OUT, _LSE + 1)
 
 
 class _Arguments:
@@ -56,62 +47,6 @@ class _Arguments:
 _free_arguments: list[_Arguments] = []
 
 
-class Form:
-    """What launches share that differ in their lengths alone."""
-
-    def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
-        self.problem = problem
-        self.plan = plan
-        self.device_id = device_id
-        self.cupy = sys.modules["cupy"]
-        self.get_device = self.cupy.cuda.runtime.getDevice
-        self.function: Any = compile_module.kernel_function(plan, device_id) if plan.num_blocks else None
-        self.block = (plan.tile.num_threads,)
-        self.packed = pack_form(problem, plan)
-
-    def launch(self, q: Any, k: Any, v: Any) -> Launch | None:
-        """Plan a dense call of this form with other lengths; None where more than those would change.
-
-        Parameters
-        ----------
-        q, k, v
-            CuPy arrays without options beside them, of the dtypes, leading axes, heads and features of this form.
-        """
-        problem = self.problem
-        q_strides, k_strides, v_strides = q.strides, k.strides, v.strides
-        seqlen_q, seqlen_k = q.shape[-2], k.shape[-2]
-        bits = 0
-        for strides in (q_strides, k_strides, v_strides):
-            for stride in strides[:-1]:
-                bits |= stride
-        itemsize = ITEMSIZE[problem.dtype]
-        same_layout = bits & 15 == 0 and q_strides[-1] == k_strides[-1] == v_strides[-1] == itemsize
-        if not same_layout or seqlen_k != v.shape[-2]:
-            return None
-        offset = seqlen_k - seqlen_q if problem.bottom_right else problem.query_offset
-        plan = plan_other_lengths(problem, self.plan, device_info(self.device_id), seqlen_q, seqlen_k, offset)
-        if plan is None or not 0 < plan.num_blocks <= MAX_GRID:
-            return None
-        rows = (*problem.batch, problem.num_heads_q, seqlen_q)
-        out, lse = self._results(rows, q_strides)
-        to_out, to_lse, split_strides, split = out, lse, (0, 0), None
-        if plan.num_splits > 1:
-            split = split_of(rows, problem, out, lse, plan, self.device_id)
-            to_out, to_lse, split_strides = split.partial
-        strides = (q_strides, k_strides, v_strides, to_out.strides, to_lse.strides if to_lse else ())
-        lengths = pack_other_lengths(problem, plan, (seqlen_q, seqlen_k), offset, strides, split_strides)
-        return Launch(self, plan, (((plan.num_blocks,), lengths + self.packed, None),), rows, seqlen_k, out, lse, split)
-
-    def _results(self, rows: tuple[int, ...], like: tuple[int, ...]) -> tuple[Operand, Operand | None]:
-        """Layout of new results for a query with the strides `like`."""
-        problem = self.problem
-        out_strides = strides_like((*rows, problem.head_dim_v), like, ITEMSIZE[problem.out_dtype])
-        lse = None
-        if problem.lse is not None:
-            lse = Operand(problem.lse_dtype, strides_like(rows, like, ITEMSIZE[problem.lse_dtype]), 16)
-        return Operand(problem.out_dtype, out_strides, 16), lse
-
-
 Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
 """One launch: its grid, the struct behind the addresses, and what to add to the addresses (None: nothing)."""
 
@@ -119,44 +54,41 @@ Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
 class Launch:
     """A planned and compiled call, ready for new addresses."""
 
-    __slots__ = ("_extents", "_lse", "_out", "_parts", "_seqlens", "_split", "form", "plan")
+    __slots__ = (
+        "_block", "_cupy", "_extents", "_function", "_get_device", "_lse", "_out", "_parts", "_problem", "_split",
+        "device_id", "plan",
+    )  # fmt: skip
 
-    def __init__(
-        self,
-        form: Form,
-        plan: Plan,
-        parts: tuple[Part, ...],
-        rows: tuple[int, ...],
-        seqlen_k: int,
-        out: Operand,
-        lse: Operand | None,
-        split: Split | None,
-    ) -> None:
-        self.form = form
+    def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
         self.plan = plan
-        self._parts = parts
-        self._split = split
-        self._seqlens = rows[-1] if form.problem.op == "attention" else rows[0], seqlen_k
-        self._out = Result((*rows, form.problem.head_dim_v), out)
-        self._lse = Result(rows, lse) if lse is not None else None
+        self.device_id = device_id
+        self._problem = problem
+        self._cupy = sys.modules["cupy"]
+        self._get_device = self._cupy.cuda.runtime.getDevice
+        self._function: Any = kernel_function(plan.program, device_id) if plan.num_blocks else None
+        self._block = (plan.tile.num_threads,)
+        self._parts = launch_parts(problem, plan)
+        self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
+        rows, operands = result_rows(problem), problem.operands
+        self._out = Result((*rows, problem.traits.head_dim_v), operands.out)
+        self._lse = Result(rows, operands.lse) if operands.lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
 
     def __str__(self) -> str:
-        seqlen_q, seqlen_k = self._seqlens
-        return f"{self.form.problem._replace(seqlen_q=seqlen_q, seqlen_k=seqlen_k)} -> {self.plan}"
+        return f"{self._problem} -> {self.plan}"
 
     def set_extents(self, infos: dict[str, ArrayInfo]) -> None:
         """Note how far each array reaches from its address, for `results_apart`."""
         self._extents = []
-        for name in POINTERS:
-            info = infos.get(_INFO_NAMES.get(name, name))
+        for name in Operands._fields:
+            info = infos.get(name)
             itemsize = DTYPES[info.dtype].itemsize if info else 0
             self._extents.append(extent(0, info.shape, info.strides, itemsize) if info else (0, 0))
 
     def results_apart(self, pointers: list[int]) -> bool:
         """Whether given results certainly share no memory with another array of the call (False: look closer)."""
         spans = [(p + low, p + high) for p, (low, high) in zip(pointers, self._extents or (), strict=False)]
-        for result in (3, 4):
+        for result in (_OUT, _LSE):
             low, high = spans[result]
             if low < high and any(i != result and a < high and low < b for i, (a, b) in enumerate(spans)):
                 return False
@@ -168,7 +100,7 @@ class Launch:
         if self._extents is None or type(workspace) is not gpu_type or workspace.dtype != np.uint8:
             return False
         data, size = workspace.data, workspace.size
-        if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.form.device_id:
+        if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.device_id:
             return False
         low, high = data.ptr, data.ptr + size
         apart = all(
@@ -179,40 +111,38 @@ class Launch:
 
     def run(self, pointers: list[int], out: Any, lse: Any, workspace: Any = None) -> Any:
         """Run on the current stream of the arrays' device; `pointers` are the addresses in the order of the struct."""
-        form = self.form
-        if form.get_device() != form.device_id:
-            with form.cupy.cuda.Device(form.device_id):
+        if self._get_device() != self.device_id:
+            with self._cupy.cuda.Device(self.device_id):
                 return self.run(pointers, out, lse, workspace)
         if settings().log:
             print(f"cuflash: {self}", file=sys.stderr)
         if self._split is not None:
             return self._run_split(self._split, pointers, out, lse, workspace)
         if out is None:
-            out = self._out.allocate(form.cupy)
-            pointers[3] = out.data.ptr
+            out = self._out.allocate(self._cupy)
+            pointers[_OUT] = out.data.ptr
         if self._lse is not None and lse is None:
-            lse = self._lse.allocate(form.cupy)
-            pointers[4] = lse.data.ptr
+            lse = self._lse.allocate(self._cupy)
+            pointers[_LSE] = lse.data.ptr
         self._start(pointers)
         return out if self._lse is None else (out, lse)
 
     def _run_split(self, split: Split, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
-        """Write partial results into a workspace, then join them."""
-        cupy = self.form.cupy
+        """Write partial results into a workspace, then merge them."""
+        cupy = self._cupy
         allocates = out is None
         out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
         if allocates:
-            pointers[3] = out.data.ptr
+            pointers[_OUT] = out.data.ptr
         if self._lse is not None and lse is None:
             lse = self._lse.allocate(cupy)
-            pointers[4] = lse.data.ptr
-        result, pointers[3:5] = pointers[3:5], (address, address + split.lse_offset)
+            pointers[_LSE] = lse.data.ptr
+        result, pointers[_RESULTS] = pointers[_RESULTS], (address, address + split.lse_offset)
         self._start(pointers)
-        split.combine(address, *result)
+        split.finish(address, *result)
         return out if self._lse is None else (out, lse)
 
     def _start(self, pointers: list[int]) -> None:
-        form = self.form
         # A buffer of this call's own while it lasts: other threads, and calls that interrupt this one, take another.
         try:
             arguments = _free_arguments.pop()
@@ -222,28 +152,26 @@ class Launch:
             at = pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
             pack_pointers_into(arguments.memory, 0, *at)
             arguments.memory[POINTERS_SIZE:] = packed
-            form.function(grid, form.block, arguments.by_value, form.plan.shared_memory)
+            self._function(grid, self._block, arguments.by_value, self.plan.program.shared_memory)
         _free_arguments.append(arguments)
 
 
-def _parts(form: Form) -> tuple[Part, ...]:
+def launch_parts(problem: Problem, plan: Plan) -> tuple[Part, ...]:
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
-    problem, plan = form.problem, form.plan
-    if plan.num_splits > 1:
-        problem = partial_results(problem)
+    if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
+        return (((plan.num_blocks,), pack_values(problem, plan), None),)
+    operands = (partial_results(problem) if plan.num_splits > 1 else problem).operands
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
-        offsets = None
-        if index:
-            offsets = tuple(
-                sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
-                if operand
-                else 0
-                for operand in problem.operands
-            )
+        offsets = tuple(
+            sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
+            if operand
+            else 0
+            for operand in operands
+        )
         for first_block in range(0, plan.num_blocks, MAX_GRID):
             grid = (min(MAX_GRID, plan.num_blocks - first_block),)
-            parts.append((grid, pack_problem_lengths(problem, plan, first_block) + form.packed, offsets))
+            parts.append((grid, pack_values(problem, plan, first_block), offsets if index else None))
     return tuple(parts)
 
 
@@ -304,29 +232,7 @@ def find_on_gpu(
         launch = _launches.get(key)
     except TypeError:
         return None, None, pointers
-    if launch is None and others is None:
-        form_key = _form_key(key)
-        form = _forms.get(form_key) if form_key is not None else None
-        launch = form.launch(q, k, v) if form is not None else None
-        if launch is not None:
-            _remember(_launches, key, launch)
     return key, launch, pointers
-
-
-def _form_key(key: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Reduce the key of a call without further arrays to what does not change with its lengths."""
-    options, chosen, alignment, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key
-    if alignment or len(q_shape) < 3 or not len(q_shape) == len(k_shape) == len(v_shape):
-        return None
-    dtypes = q_dtype, k_dtype, v_dtype
-    shapes = q_shape[:-2], q_shape[-1], k_shape[:-2], k_shape[-1], v_shape[:-2], v_shape[-1]
-    return options, chosen, devices, dtypes, shapes
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= CACHE_SIZE:
-        cache.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
-    cache[key] = value
 
 
 def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
@@ -334,37 +240,13 @@ def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out:
     device_id = infos["q"].device
     plan = make_plan(problem, device_info(device_id), settings())
     check_size(infos, plan.workspace)
-    form = Form(problem, plan, device_id)
-    split = None
-    if plan.num_splits > 1:
-        split = split_of(result_axes(problem), problem, problem.out, problem.lse, plan, device_id)
-    rows = result_rows(problem)
-    launch = Launch(form, plan, _parts(form), rows, problem.seqlen_k, problem.out, problem.lse, split)
+    launch = Launch(problem, plan, device_id)
     if "out" in infos or "lse" in infos or "workspace" in infos:
         launch.set_extents(infos)
     if key is not None:
-        _remember(_launches, key, launch)
-        form_key = _form_key(key) if len(infos) == 3 and _varies_by_length(problem, plan) else None
-        if form_key is not None:
-            _remember(_forms, form_key, form)
-    pointers = []
-    for name in POINTERS:
-        info = infos.get(_INFO_NAMES.get(name, name))
-        pointers.append(info.pointer if info else 0)
+        if len(_launches) >= CACHE_SIZE:
+            _launches.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
+        _launches[key] = launch
+    pointers = [infos[name].pointer if name in infos else 0 for name in Operands._fields]
     workspace = infos["workspace"].array if "workspace" in infos else None
     return launch.run(pointers, out, lse, workspace)
-
-
-def _varies_by_length(problem: Problem, plan: Plan) -> bool:
-    """Whether `Form.launch` may stand in for a plan: dense arrays with the same leading axes, each one of the kernel's.
-
-    They must have the alignment that follows from the features alone: other lengths then have it too.
-    """
-    if problem.op != "attention" or problem.is_2d or plan.num_blocks == 0 or len(plan.batch_axes) != len(problem.batch):
-        return False
-    same_axes = all(
-        0 not in operand.strides and operand.alignment == 16 for operand in (problem.q, problem.k, problem.v)
-    )
-    itemsize, out_itemsize = ITEMSIZE[problem.dtype], ITEMSIZE[problem.out_dtype]
-    row_bytes = problem.head_dim * itemsize | problem.head_dim_v * itemsize | problem.head_dim_v * out_itemsize
-    return same_axes and dict(plan.macros)["ALIGNMENT"] == (itemsize if row_bytes & 15 else 16)

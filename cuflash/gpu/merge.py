@@ -1,78 +1,184 @@
-"""Partial results on a GPU, merged: so many at a time as one launch takes."""
+"""How partial results are merged: build, grid and argument struct of cuda_src/merge.cu. Pure Python; needs no GPU."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from itertools import product
+from math import prod
+from typing import NamedTuple
 
-from ..plan.splits import partial_layout
-from ..problem.arrays import ArrayInfo
-from ..problem.parts import Parts, result_operands
-from ..problem.problem import Operand, alignment_of
-from .combine import MAX_PARTS, Combination, combine_parts
-from .compile import kernel_function
-from .workspace import Result, allocate_with_workspace, launch_combination
+from ..plan.plan import BATCH_AXES, Program, merge_axes
+from ..problem.arrays import ITEMSIZE
+from ..problem.problem import Operand
+from .arguments import DIVISOR, Fields, divisor, packer
 
-
-def merge_workspace(parts: Parts) -> int:
-    """Bytes of scratch memory: partial results of each `MAX_PARTS` arrays, if there are more."""
-    if parts.strides is not None or parts.num_parts <= MAX_PARTS:
-        return 0
-    first = parts.outs[0]
-    partial = partial_layout(first.shape[:-1], first.shape[-1], parts.lses[0].dtype)
-    return -(-parts.num_parts // MAX_PARTS) * sum(partial.strides)
+ROW_AXES = BATCH_AXES + 2
+MAX_PARTS = 16
+"""Arrays of their own that one launch merges; parts stacked in one array may be any number."""
+NUM_THREADS = 128
+MAX_WIDTH = 512
+"""Features that a row's lanes hold at a time."""
 
 
-class Step(NamedTuple):
-    """One combination with its addresses."""
-
-    combination: Combination
-    outs: list[int]
-    lses: list[int]
-    out: int
-    lse: int
-
-
-def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
-    """Combinations that merge parts, in their order, given the addresses of results and of scratch memory."""
-    shape, dtype = parts.outs[0].shape, parts.lses[0].dtype
-    rows, width = shape[:-1], shape[-1]
-    out_result, lse_result = result_operands(parts)
-    outs, lses = _operands(parts.outs), _operands(parts.lses)
-    out_pointers, lse_pointers = ([info.pointer for info in infos] for infos in (parts.outs, parts.lses))
-    if merge_workspace(parts) == 0:
-        whole = combine_parts(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
-        return [Step(whole, out_pointers, lse_pointers, out, lse)]
-    partial_out, partial_lse, (out_step, lse_step) = partial_layout(rows, width, dtype)
-    num_groups = -(-parts.num_parts // MAX_PARTS)
-    partial_lses = workspace + num_groups * out_step
-    steps = []
-    for group in range(num_groups):
-        members = slice(group * MAX_PARTS, (group + 1) * MAX_PARTS)
-        some = outs[members]
-        combination = combine_parts(rows, width, some, lses[members], partial_out, partial_lse, len(some), None)
-        to = workspace + group * out_step, partial_lses + group * lse_step
-        steps.append(Step(combination, out_pointers[members], lse_pointers[members], *to))
-    steps_apart = out_step, lse_step
-    last = combine_parts(rows, width, [partial_out], [partial_lse], out_result, lse_result, num_groups, steps_apart)
-    return [*steps, Step(last, [workspace], [partial_lses], out, lse)]
+def fields(stacked: bool) -> Fields:
+    """Name and `struct` format of every field of `MergeParams`, which is another one for stacked parts."""
+    parts = 1 if stacked else MAX_PARTS
+    return (
+        ("outs", f"{parts}Q"),
+        ("lses", f"{parts}Q"),
+        ("out", "Q"),
+        ("lse", "Q"),
+        ("outs_strides", f"{parts * ROW_AXES}q"),
+        ("lses_strides", f"{parts * ROW_AXES}q"),
+        ("out_strides", f"{ROW_AXES}q"),
+        ("lse_strides", f"{ROW_AXES}q"),
+        ("outs_column_stride", f"{parts}q"),
+        ("out_column_stride", "q"),
+        ("outs_part_stride", "q"),
+        ("lses_part_stride", "q"),
+        ("lses_column_stride", "q"),
+        ("lse_column_stride", "q"),
+        ("shape", DIVISOR * ROW_AXES),
+        ("num_rows", "q"),
+        ("num_parts", "q"),
+        ("head_dim_v", "q"),
+    )
 
 
-def _operands(infos: list[ArrayInfo]) -> list[Operand]:
-    return [Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides)) for x in infos]
+_NUM_ADDRESSES = 4
+_PACK_ADDRESSES, _PACK_VALUES = (
+    {stacked: packer(fields(stacked)[which]) for stacked in (False, True)}
+    for which in (slice(_NUM_ADDRESSES), slice(_NUM_ADDRESSES, None))
+)
 
 
-def merge_on_gpu(parts: Parts) -> tuple[Any, Any]:
-    """Compute `merge_attention_states` of checked GPU arrays."""
-    import cupy
+class Merge(NamedTuple):
+    """The launches that merge partial results. Holds no addresses."""
 
-    device_id, rows = parts.outs[0].device, parts.lses[0].shape
-    out_result, lse_result = result_operands(parts)
-    with cupy.cuda.Device(device_id):
-        result = Result(parts.outs[0].shape, out_result)
-        out, _workspace, address = allocate_with_workspace(cupy, result, None, merge_workspace(parts), None)
-        lse = Result(rows, lse_result).allocate(cupy)
-        steps = merge_steps(parts, out.data.ptr, lse.data.ptr, address)
-        functions = [kernel_function(step.combination.build, device_id) for step in steps]
-        for function, step in zip(functions, steps, strict=True):
-            launch_combination(function, *step)
-    return out, lse
+    program: Program
+    num_blocks: int
+    stacked: bool
+    pieces: tuple[tuple[bytes, tuple[int, ...]], ...]
+    """For each launch the struct behind the addresses, and what to add to those: `outs`, `lses`, `out`, `lse`. None
+    where there are no rows."""
+
+    def arguments(self, outs: Sequence[int], lses: Sequence[int], out: int, lse: int) -> list[bytes]:
+        """Pack the struct of each launch, given the addresses of the parts (stacked: of the first) and the results."""
+        pack = _PACK_ADDRESSES[self.stacked]
+        unused = (0,) * (0 if self.stacked else MAX_PARTS - len(outs))
+        packed = []
+        for rest, offsets in self.pieces:
+            *at, to_out, to_lse = (p + o for p, o in zip((*outs, *lses, out, lse), offsets, strict=True))
+            outs_at, lses_at = at[: len(outs)], at[len(outs) :]
+            addresses = pack(outs=(*outs_at, *unused), lses=(*lses_at, *unused), out=to_out, lse=to_lse if lse else 0)
+            packed.append(addresses + rest)
+        return packed
+
+
+def plan_merge(
+    rows: tuple[int, ...],
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    num_parts: int,
+    part_strides: tuple[int, int] | None,
+) -> Merge:
+    """Work out how `num_parts` results of `rows` x `width` features are merged into `out` and `lse`.
+
+    Parameters
+    ----------
+    outs, lses
+        One operand of each for all parts if these are stacked, else up to `MAX_PARTS`. Where `lses`, or `lse`, has one
+        axis more than `rows`, its elements are `PARTIAL_COLUMNS` of a sum and not a logarithm.
+    part_strides
+        Bytes from part to part, of `outs` and `lses`, if they are stacked.
+    """
+    stacked = part_strides is not None
+    operands = [*outs, *lses, out, *([lse] if lse else [])]
+    axes = merge_axes(rows, [x.strides for x in operands])
+    outer, inner = axes[: max(0, len(axes) - ROW_AXES)], axes[max(0, len(axes) - ROW_AXES) :]
+    padding = ROW_AXES - len(inner)
+
+    def walked(x: Operand | None) -> tuple[int, ...]:
+        return (0,) * padding + tuple(x.strides[axis] if x else 0 for axis, _ in inner)
+
+    def every(parts: Sequence[Operand]) -> list[int]:
+        unused = 0 if stacked else MAX_PARTS - len(parts)
+        return [step for x in parts for step in walked(x)] + [0] * (unused * ROW_AXES)
+
+    columns = [x.strides[-1] for x in outs] + [0] * (0 if stacked else MAX_PARTS - len(outs))
+    shape = (1,) * padding + tuple(length for _, length in inner)
+    program = _program(width, outs, lses, out, lse, part_strides)
+    outs_part_stride, lses_part_stride = part_strides or (0, 0)
+    packed = _PACK_VALUES[stacked](
+        outs_strides=every(outs),
+        lses_strides=every(lses),
+        out_strides=walked(out),
+        lse_strides=walked(lse),
+        outs_column_stride=columns,
+        out_column_stride=out.strides[-1],
+        outs_part_stride=outs_part_stride,
+        lses_part_stride=lses_part_stride,
+        lses_column_stride=lses[0].strides[-1] if len(lses[0].strides) > len(rows) else 0,
+        lse_column_stride=lse.strides[-1] if lse and len(lse.strides) > len(rows) else 0,
+        shape=[x for length in shape for x in divisor(length)],
+        num_rows=prod(shape),
+        num_parts=num_parts,
+        head_dim_v=width,
+    )
+    pieces = []
+    for index in product(*(range(length) for _, length in outer)) if prod(shape) else ():
+        offsets = [
+            sum(i * x.strides[axis] for i, (axis, _) in zip(index, outer, strict=True)) if x else 0
+            for x in (*outs, *lses, out, lse)
+        ]
+        pieces.append((packed, tuple(offsets)))
+    macros = dict(program.macros)
+    vector = 16 // ITEMSIZE[outs[0].dtype]
+    lanes = min(32, int(macros["HEAD_DIM_V"]) // vector)
+    return Merge(program, -(-prod(shape) * lanes // NUM_THREADS), stacked, tuple(pieces))
+
+
+def _program(
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    part_strides: tuple[int, int] | None,
+) -> Program:
+    bucket = 16
+    while bucket < min(width, MAX_WIDTH):
+        bucket *= 2
+    dtype = outs[0].dtype
+    macros = (
+        ("DTYPE", f"CUFLASH_{dtype.upper()}"),
+        ("OUT_DTYPE", f"CUFLASH_{out.dtype.upper()}"),
+        ("HEAD_DIM_V", bucket),
+        ("THREADS", NUM_THREADS),
+        ("STACKED", int(part_strides is not None)),
+        ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
+    )
+    return Program("merge", macros, 0)
+
+
+def _alignment(
+    width: int,
+    outs: Sequence[Operand],
+    lses: Sequence[Operand],
+    out: Operand,
+    lse: Operand | None,
+    part_strides: tuple[int, int],
+) -> int:
+    """16 if features can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
+    itemsize = ITEMSIZE[outs[0].dtype]
+    last = [(x, x.strides[-1] if x.strides else 0) for x in (*outs, out, *lses, *([lse] if lse else []))]
+    sizes = [ITEMSIZE[x.dtype] for x, _ in last]
+    if any(x.alignment % size or step % size for (x, step), size in zip(last, sizes, strict=True)) or (
+        part_strides[0] % itemsize or part_strides[1] % ITEMSIZE[lses[0].dtype]
+    ):
+        return 1
+    vectors = all(x.alignment == 16 and x.strides[-1] == ITEMSIZE[x.dtype] for x in (*outs, out))
+    return 16 if vectors and part_strides[0] % 16 == 0 and width * itemsize % 16 == 0 else itemsize

@@ -1,4 +1,4 @@
-"""Results and scratch memory, the caller's or allocated, and the launches that join partial results."""
+"""Results and scratch memory, the caller's or allocated, and the launches that merge partial results."""
 
 from __future__ import annotations
 
@@ -8,73 +8,62 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..plan.splits import Partial, partial_layout, result_axes
+from ..plan.partial import partial_layout, partial_of, result_axes
 from ..problem.arrays import DTYPES, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
 from ..problem.problem import Operand, Problem
-from . import compile as compile_module
-from .combine import NUM_THREADS, Combination, combine_parts
+from .compile import kernel_function
+from .merge import NUM_THREADS, Merge, plan_merge
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
 
-def combination_of(problem: Problem, num_splits: int) -> Combination:
-    """How the partial results of a split problem are joined into its `out` and `lse`."""
-    return _combination(
-        result_axes(problem), problem.head_dim_v, problem.lse_dtype, problem.out, problem.lse, num_splits
-    )
+def merge_of_splits(problem: Problem, num_splits: int) -> Merge:
+    """How the partial results of a split problem are merged into its `out` and `lse`."""
+    traits, operands = problem.traits, problem.operands
+    rows = result_axes(problem)
+    return _merge(rows, traits.head_dim_v, traits.lse_dtype, operands.out, operands.lse, num_splits)
 
 
 @lru_cache(maxsize=1024)  # a key more or less, as from step to step of decoding, changes nothing here
-def _combination(
+def _merge(
     rows: tuple[int, ...], head_dim_v: int, dtype: str, out: Operand, lse: Operand | None, num_splits: int
-) -> Combination:
+) -> Merge:
     partial = partial_layout(rows, head_dim_v, dtype)
-    return combine_parts(rows, head_dim_v, [partial.out], [partial.lse], out, lse, num_splits, partial.strides)
+    return plan_merge(rows, head_dim_v, [partial.out], [partial.lse], out, lse, num_splits, partial.strides)
 
 
 class Split(NamedTuple):
     """What a launch with several splits needs beside one without."""
 
-    combination: Combination
+    merge: Merge
     function: Any
     """The compiled kernel."""
     size: int
     """Bytes of the workspace."""
     lse_offset: int
     """Where the partial lse begins in it."""
-    partial: Partial
 
-    def combine(self, workspace: int, out: int, lse: int) -> None:
-        """Join what lies in a workspace, given addresses, on the current stream of the current device."""
-        addresses = [workspace], [workspace + self.lse_offset], out, lse
-        launch_combination(self.function, self.combination, *addresses)
+    def finish(self, workspace: int, out: int, lse: int) -> None:
+        """Merge what lies in a workspace, given addresses, on the current stream of the current device."""
+        launch_merge(self.function, self.merge, [workspace], [workspace + self.lse_offset], out, lse)
 
 
-def split_of(
-    rows: tuple[int, ...], problem: Problem, out: Operand, lse: Operand | None, plan: Plan, device_id: int
-) -> Split:
-    """Work out what a plan with several splits needs, and compile it.
-
-    `rows` are the `result_axes` of the call and `out` and `lse` its results; of the problem only what does not depend
-    on lengths is used.
-    """
-    partial = partial_layout(rows, problem.head_dim_v, problem.lse_dtype)
-    combination = _combination(rows, problem.head_dim_v, problem.lse_dtype, out, lse, plan.num_splits)
-    function = compile_module.kernel_function(combination.build, device_id)
-    return Split(combination, function, plan.workspace, partial.strides[0] * plan.num_splits, partial)
+def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
+    """Work out what a plan with several splits needs, and compile it."""
+    merge = merge_of_splits(problem, plan.num_splits)
+    function = kernel_function(merge.program, device_id)
+    return Split(merge, function, plan.workspace, partial_of(problem).strides[0] * plan.num_splits)
 
 
-def launch_combination(
-    function: Any, combination: Combination, outs: list[int], lses: list[int], out: int, lse: int
-) -> None:
-    """Join parts, given their addresses, on the current stream of the current device."""
+def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:
+    """Merge parts, given their addresses, on the current stream of the current device."""
     from cupy.cuda.function import CPointer
 
-    for packed in combination.arguments(outs, lses, out, lse):
+    for packed in merge.arguments(outs, lses, out, lse):
         memory = np.frombuffer(packed, np.uint8)  # the driver copies it at the launch
-        function((combination.num_blocks,), (NUM_THREADS,), (CPointer(memory.ctypes.data),), 0)
+        function((merge.num_blocks,), (NUM_THREADS,), (CPointer(memory.ctypes.data),), 0)
 
 
 class Result:

@@ -1,4 +1,7 @@
-"""How a problem is computed on a device: kernel, tile, grid, shared memory. Pure Python; needs no GPU."""
+"""How a problem is computed on a device: kernel, tile, splits, grid. Pure Python; needs no GPU.
+
+A `Build` follows from the traits of a problem and is remembered; the lengths choose one of its tiles, and the splits.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,12 @@ from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import Problem, common_alignment
+from ..problem.problem import Problem, Traits
 from ..settings import Settings
-from .pace import Walk, pace_of
-from .splits import (
-    ENOUGH_THREADS,
-    Partial,
-    VisibleKeys,
-    choose_splits,
-    partial_layout,
-    partial_of,
-    partial_results,
-    visible_keys,
-)
-from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names, softcap_degree
-from .worth import TALL_TILE, Rows, TileWorth, worth_a_tile
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, lengths_of, pace_of
+from .features import Macros, feature_macros
+from .partial import partial_of, partial_results, partial_traits
+from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
@@ -35,29 +29,87 @@ tensor cores do. All heads at once have fewer turns, so that fewer multiprocesso
 """
 CACHE_SIZE = 4096
 
-Macros = tuple[tuple[str, str | int], ...]
 Axes = tuple[tuple[int, int], ...]
 
 
-class Build(NamedTuple):
-    """What a kernel that is not in the table is compiled for."""
+class Program(NamedTuple):
+    """What is compiled: a CUDA source and the macros it is compiled with, which hold no lengths and no strides."""
 
     kernel: str
     macros: Macros
     shared_memory: int
+    """Bytes per block."""
+
+
+class Build:
+    """What follows from traits, device and settings: the kernel, its tiles and their programs.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    tiles : list of Tile
+    programs : dict of (Tile, bool) to Program
+        As they are asked for; the second says whether their results are partial.
+    """
+
+    def __init__(self, traits: Traits, device: Device, settings: Settings) -> None:
+        self.spec = choose_kernel(traits, device, settings)
+        self.tiles = _allowed_tiles(self.spec, traits, device, settings)
+        self._traits = traits
+        self._device = device
+        self._cost: Cost = self.spec.cost(traits)
+        bucket = self.spec.head_dim_bucket
+        features = bucket(traits.head_dim) + bucket(traits.head_dim_v)
+        # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
+        # is given `out` has no `workspace` to be given too.
+        splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
+        splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
+        self._paces: list[Pace] = [
+            pace_of(
+                self._cost,
+                tile,
+                features,
+                self.spec.min_blocks(traits, tile, device),
+                MAX_SPLITS if tile in splittable else 1,
+            )
+            for tile in self.tiles
+        ]
+        self._choices: dict[Lengths, Choice] = {}
+        self._programs: dict[tuple[Tile, bool], Program] = {}
+
+    def choose(self, lengths: Lengths) -> Choice:
+        """Tile and splits that take the least time; remembered."""
+        choice = self._choices.get(lengths)
+        if choice is None:
+            if len(self._choices) >= CACHE_SIZE:
+                self._choices.clear()
+            choice = self._choices[lengths] = cheapest(
+                self._paces,
+                self._cost,
+                lengths,
+                self._traits.head_dim_v,
+                self._device.num_multiprocessors,
+            )
+        return choice
+
+    def program(self, tile: Tile, is_split: bool) -> Program:
+        """What is compiled for a tile, whose results are partial if its keys are split; remembered."""
+        program = self._programs.get((tile, is_split))
+        if program is None:
+            traits = partial_traits(self._traits) if is_split else self._traits
+            macros = _macros(self.spec, traits, tile, self._device)
+            program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
+            self._programs[tile, is_split] = program
+        return program
 
 
 class Plan(NamedTuple):
     """The choice for one problem on one device. Holds no pointers and prints as one line."""
 
-    kernel: str
-    macros: Macros
-    """What the kernel is compiled for, as names and values of CUFLASH_* macros: no lengths, no strides."""
+    program: Program
     tile: Tile
     num_blocks: int
     """Tiles times splits."""
-    shared_memory: int
-    """Bytes per block."""
     workspace: int
     """Bytes of scratch memory in global memory."""
     num_batches: int
@@ -68,20 +120,39 @@ class Plan(NamedTuple):
     """Heads of all batches whose tiles take turns, those that see the most keys first; 0: one head after another."""
     batch_axes: Axes
     """Axis and length of the leading axes that the kernel walks; more than four are merged where strides allow."""
-    worth: TileWorth
     outer_axes: Axes
     """Axis and length of those beyond four: one launch for each of their indices."""
-    num_splits: int = 1
-    """Blocks that share the keys of one tile; if more than one, their results are partial and get combined."""
-    resident_blocks: int = 0
-    """Blocks that keep the device busy; 0 for a kernel that writes no partial results."""
+    num_splits: int
+    """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        return self.program.kernel
 
     def __str__(self) -> str:
         splits = f" ({self.num_splits} splits, {self.workspace} bytes of workspace)" if self.num_splits > 1 else ""
         return (
-            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks{splits}, "
-            f"{self.shared_memory} bytes of shared memory"
+            f"{self.program.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
+            f"{splits}, {self.program.shared_memory} bytes of shared memory"
         )
+
+
+_builds: dict[tuple[Traits, Device, Settings], Build] = {}
+
+
+def find_build(traits: Traits, device: Device, settings: Settings) -> Build:
+    """Return what follows from the traits, remembered.
+
+    ValueError if `options(kernel=..., tile=...)` asks for what cannot serve them.
+    """
+    key = traits, device, settings
+    build = _builds.get(key)
+    if build is None:
+        if len(_builds) >= CACHE_SIZE:
+            _builds.clear()
+        build = _builds[key] = Build(traits, device, settings)
+    return build
 
 
 def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: int | None = None) -> Plan:
@@ -89,205 +160,91 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
 
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
-    varlen = problem.op == "attention_varlen"
-    batch, seqlen_q, num_heads_q = problem.batch, problem.seqlen_q, problem.num_heads_q
-    group_size = num_heads_q // problem.num_heads_kv if num_heads_q else 1
-    average_rows = seqlen_q // max(batch[0], 1) if varlen else seqlen_q
-    rows = Rows(average_rows, group_size, num_heads_q * prod(batch))
-    # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that is
-    # given `out` has no `workspace` to be given too.
-    keys = visible_keys(problem, seqlen_q, 0 if varlen else problem.seqlen_k, problem.query_offset, TALL_TILE)
-    spec, key = _cached_kernel(problem, device, settings)
-    worth = worth_a_tile(problem, spec, rows, device, keys)
-    choice = _choose(problem, device, settings, spec, key, worth)
-    resident_blocks = _resident_blocks(choice, device)
+    build = find_build(problem.traits, device, settings)
+    lengths = lengths_of(problem)
+    choice = build.choose(lengths)
+    tile = build.tiles[choice.tile_idx]
     if num_splits is None:
-        num_splits = _choose_splits(problem, spec, device, rows, keys, choice.tile, resident_blocks)
-    if num_splits > 1:
-        partial, same_kernel = partial_results(problem), settings._replace(kernel=choice.kernel)
-        choice = _choose(partial, device, same_kernel, *_cached_kernel(partial, device, same_kernel), worth)
-
-    tile = choice.tile
-    packed_heads = rows.heads_per_tile(tile.block_m)
+        num_splits = choice.num_splits
+    is_split = num_splits > 1
+    num_heads_q = problem.num_heads_q
+    packed_heads = lengths.group_size if _queries_of_a_head(problem) < tile.block_m else 1
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
-    outer_axes, batch_axes = _walked_axes(problem if num_splits == 1 else partial_results(problem))
-    num_batches = prod(length for _, length in batch_axes)
+    outer_axes, batch_axes = _walked_axes(problem, is_split)
+    num_batches = prod([length for _, length in batch_axes])
     return Plan(
-        choice.kernel,
-        choice.macros,
-        tile,
-        num_m_blocks * (num_heads_q // packed_heads) * num_batches * num_splits,
-        choice.shared_memory,
-        _workspace(partial_of(problem), num_splits),
-        num_batches,
-        num_m_blocks,
-        group_size,
-        packed_heads,
-        _planes_at_once(problem, spec, problem.seqlen_k, tile.block_m, group_size // packed_heads),
-        batch_axes,
-        worth,
-        outer_axes,
-        num_splits,
-        resident_blocks,
+        program=build.program(tile, is_split),
+        tile=tile,
+        num_blocks=num_m_blocks * (num_heads_q // packed_heads) * num_batches * num_splits,
+        workspace=num_splits * sum(partial_of(problem).strides) if is_split else 0,
+        num_batches=num_batches,
+        num_m_blocks=num_m_blocks,
+        group_size=lengths.group_size,
+        packed_heads=packed_heads,
+        planes_at_once=_planes_at_once(problem, build.spec, tile, lengths.group_size // packed_heads),
+        batch_axes=batch_axes,
+        outer_axes=outer_axes,
+        num_splits=num_splits,
     )
+
+
+def _queries_of_a_head(problem: Problem) -> int:
+    """Queries of a head; of packed sequences on average."""
+    if problem.traits.op == "attention_varlen":
+        return problem.seqlen_q // max(problem.batch[0], 1)
+    return problem.seqlen_q
 
 
 def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
     num_rows = problem.seqlen_q * packed_heads
-    if problem.op == "attention_varlen":
+    if problem.traits.op == "attention_varlen":
         # Every sequence, and the tokens before and behind them all, may end in a partial tile.
         return num_rows // tile.block_m + min(problem.batch[0] + 2, problem.seqlen_q)
     return -(-num_rows // tile.block_m)
 
 
-def _choose_splits(
-    problem: Problem, spec: KernelSpec, device: Device, rows: Rows, keys: VisibleKeys, tile: Tile, resident_blocks: int
-) -> int:
-    """Parts into which the keys of a kernel's tiles are split."""
-    multiprocessors = device.num_multiprocessors
-    pace = None
-    if spec.latency_bound:
-        pace = pace_of(problem, tile.block_m, tile.block_n, rows.total, resident_blocks > multiprocessors)
-    num_tiles, num_blocks = -(-keys.most // tile.block_n), rows.num_tiles(tile.block_m)
-    walk = Walk(num_blocks, num_tiles, keys.average, multiprocessors, resident_blocks)
-    return choose_splits(walk, keys.most, spec.splits_from, pace)
-
-
-def _resident_blocks(choice: Choice, device: Device) -> int:
-    if not choice.splits:
-        return 0
-    return min(choice.min_blocks, -(-ENOUGH_THREADS // choice.tile.num_threads)) * device.num_multiprocessors
-
-
-def plan_other_lengths(
-    problem: Problem, plan: Plan, device: Device, seqlen_q: int, seqlen_k: int, offset: int | None
-) -> Plan | None:
-    """Plan a dense problem with other lengths; None where that changes the build or what of lengths it rests on."""
-    tile, packed_heads = plan.tile, plan.packed_heads
-    rows = Rows(seqlen_q, plan.group_size, plan.num_batches * problem.num_heads_q)
-    keys = visible_keys(problem, seqlen_q, seqlen_k, offset, TALL_TILE)
-    spec = next(spec for spec in KERNELS if spec.name == plan.kernel)
-    same_heads = packed_heads == rows.heads_per_tile(tile.block_m)
-    if not same_heads or plan.worth != worth_a_tile(problem, spec, rows, device, keys):
-        return None
-    num_splits = _choose_splits(problem, spec, device, rows, keys, tile, plan.resident_blocks)
-    if (num_splits == 1) != (plan.num_splits == 1):
-        return None
-    shape = (*problem.batch, problem.num_heads_q, seqlen_q)
-    workspace = 0
-    if num_splits > 1:
-        workspace = _workspace(partial_layout(shape, problem.head_dim_v, problem.lse_dtype), num_splits)
-    return plan._replace(
-        num_blocks=rows.num_tiles(tile.block_m) * num_splits,
-        num_m_blocks=-(-seqlen_q * packed_heads // tile.block_m),
-        planes_at_once=_planes_at_once(problem, spec, seqlen_k, tile.block_m, plan.group_size // packed_heads),
-        num_splits=num_splits,
-        workspace=workspace,
-    )
-
-
-def _planes_at_once(problem: Problem, spec: KernelSpec, seqlen_k: int, block_m: int, planes_of_a_head: int) -> int:
+def _planes_at_once(problem: Problem, spec: KernelSpec, tile: Tile, planes_of_a_head: int) -> int:
     """Where later rows see more keys: all heads, or as many as have keys and values that stay in cache together.
 
     The latter for tiles that read keys faster than memory gives them.
     """
-    if problem.window_right is None or problem.op == "attention_varlen":
+    traits = problem.traits
+    if problem.window_right is None or traits.op == "attention_varlen":
         return 0
-    if not spec.latency_bound or block_m > TALL_TILE:
+    if tile.block_m > spec.starved_rows:
         return max(problem.num_heads_q * prod(problem.batch), 1)
-    num_bytes = seqlen_k * (problem.head_dim + problem.head_dim_v) * ITEMSIZE[problem.dtype]
+    num_bytes = problem.seqlen_k * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
     return max(1, CACHED_BYTES // max(num_bytes, 1)) * planes_of_a_head
 
 
-def _workspace(partial: Partial, num_splits: int) -> int:
-    return num_splits * sum(partial.strides) if num_splits > 1 else 0
-
-
-class Choice(NamedTuple):
-    """What does not depend on lengths beyond the tile height worth having."""
-
-    kernel: str
-    tile: Tile
-    macros: Macros
-    shared_memory: int
-    min_blocks: int
-    splits: bool
-    """Whether the kernel can write partial results, whose type may be another than that of the inputs."""
-
-
-_choices: dict[tuple, Choice] = {}
-_specs: dict[tuple, KernelSpec] = {}
-
-
-def _cached_kernel(problem: Problem, device: Device, settings: Settings) -> tuple[KernelSpec, tuple]:
-    """Return what `choose_kernel` does, and a key for all that a choice depends on but `TileWorth`.
-
-    The key must hold whatever a row's `refusal`, `tiles`, `shared_memory` and `min_blocks` look at.
-    """
-    p = problem
-    key = (
-        p.op, p.dtype, p.out_dtype, p.precision, p.head_dim, p.head_dim_v, p.num_heads_q, p.num_heads_kv,
-        p.window_left is None, p.window_right is None, softcap_degree(p), p.bias and p.bias.dtype, p.mask is None,
-        p.alibi_slopes is None, p.sinks is None, p.query_offsets is None, common_alignment(p), device, settings,
-    )  # fmt: skip
-    spec = _specs.get(key)
-    if spec is None:
-        if len(_specs) >= CACHE_SIZE:
-            _specs.clear()
-        spec = _specs[key] = choose_kernel(problem, device, settings)
-    return spec, key
-
-
-def _choose(
-    problem: Problem, device: Device, settings: Settings, spec: KernelSpec, key: tuple, worth: TileWorth
-) -> Choice:
-    """Tile and build of a problem for a kernel; remembered, as they do not depend on its lengths beyond `worth`."""
-    choice = _choices.get((key, worth))
-    if choice is None:
-        tile = _choose_tile(spec, problem, device, settings, worth)
-        macros = _macros(spec, problem, tile, device, common_alignment(problem))
-        if len(_choices) >= CACHE_SIZE:
-            _choices.clear()
-        shared_memory, min_blocks = spec.shared_memory(problem, tile), spec.min_blocks(problem, tile, device)
-        choice = _choices[key, worth] = Choice(
-            spec.name, tile, macros, shared_memory, min_blocks, "out_dtype" in spec.features
-        )
-    return choice
-
-
-def choose_kernel(problem: Problem, device: Device, settings: Settings) -> KernelSpec:
+def choose_kernel(traits: Traits, device: Device, settings: Settings) -> KernelSpec:
     """First row of the table that accepts, or the one that the settings name."""
     if not settings.kernel:
-        return next(spec for spec in KERNELS if spec.refusal(problem, device) is None)
+        return next(spec for spec in KERNELS if spec.refusal(traits, device) is None)
     if settings.kernel == CPU_KERNEL:
         raise ValueError("kernel 'cpu' cannot serve this call: it computes NumPy arrays, these are on a GPU")
     for spec in KERNELS:
         if spec.name == settings.kernel:
-            reason = spec.refusal(problem, device)
+            reason = spec.refusal(traits, device)
             if reason is not None:
                 raise ValueError(f"kernel {spec.name!r} cannot serve this call: {reason}")
             return spec
     raise ValueError(f"kernel is {settings.kernel!r}, expected one of {', '.join(kernel_names())}")
 
 
-def refusals(problem: Problem, device: Device) -> list[tuple[str, str | None]]:
-    """Every row of the table with the reason why it does not serve the problem, None where it does."""
-    return [(spec.name, spec.refusal(problem, device)) for spec in KERNELS]
+def refusals(traits: Traits, device: Device) -> list[tuple[str, str | None]]:
+    """Every row of the table with the reason why it does not serve such problems, None where it does."""
+    return [(spec.name, spec.refusal(traits, device)) for spec in KERNELS]
 
 
-def _choose_tile(spec: KernelSpec, problem: Problem, device: Device, settings: Settings, worth: TileWorth) -> Tile:
-    tiles = spec.tiles(problem, device)
+def _allowed_tiles(spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> list[Tile]:
+    """Tiles that fit, or the one that the settings name."""
+    tiles = spec.tiles(traits, device)
     if not settings.tile:
-        first = next((tile for tile in tiles if tile.block_m <= worth.rows), tiles[0])
-        alike = [tile for tile in tiles if tile.block_m == first.block_m]
-        if worth.alone:  # shared memory is free: two buffers, and as wide as there is
-            first = max((tile for tile in alike if tile.stages > 1), key=lambda tile: tile.block_n, default=first)
-        if first.block_n <= worth.keys:
-            return first
-        return next((tile for tile in alike if tile.block_n <= worth.keys and tile.stages == first.stages), first)
-    for tile in tiles:
-        if str(tile) == settings.tile:
-            return tile
+        return tiles
+    named = [tile for tile in tiles if str(tile) == settings.tile]
+    if named:
+        return named
     names = ", ".join(dict.fromkeys(map(str, tiles)))
     raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
 
@@ -311,32 +268,30 @@ def merge_axes(shape: tuple[int, ...], operands: Sequence[tuple[int, ...]]) -> A
     return tuple(reversed(merged))
 
 
-def _walked_axes(problem: Problem) -> tuple[Axes, Axes]:
+def _walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
     """Leading axes that need a launch each, and those that the kernel walks; merged if they are too many."""
-    if problem.op == "attention_varlen":
+    if problem.traits.op == "attention_varlen":
         return (), ()
     if len(problem.batch) <= BATCH_AXES:
         return (), tuple(enumerate(problem.batch))
-    merged = merge_axes(problem.batch, [operand.strides for operand in problem.operands if operand is not None])
+    written = partial_results(problem) if is_split else problem
+    merged = merge_axes(problem.batch, [operand.strides for operand in written.operands if operand is not None])
     split = max(0, len(merged) - BATCH_AXES)
     return merged[:split], merged[split:]
 
 
-def _macros(spec: KernelSpec, problem: Problem, tile: Tile, device: Device, alignment: int) -> Macros:
+def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Macros:
     return (
-        ("DTYPE", f"CUFLASH_{problem.dtype.upper()}"),
-        ("OUT_DTYPE", f"CUFLASH_{problem.out_dtype.upper()}"),
-        ("BIAS_DTYPE", f"CUFLASH_{problem.bias.dtype.upper()}" if problem.bias else 0),
-        ("HEAD_DIM", spec.head_dim_bucket(problem.head_dim)),
-        ("HEAD_DIM_V", spec.head_dim_bucket(problem.head_dim_v)),
+        ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
+        ("OUT_DTYPE", f"CUFLASH_{traits.out_dtype.upper()}"),
+        ("HEAD_DIM", spec.head_dim_bucket(traits.head_dim)),
+        ("HEAD_DIM_V", spec.head_dim_bucket(traits.head_dim_v)),
         ("BLOCK_M", tile.block_m),
         ("BLOCK_N", tile.block_n),
         ("THREADS", tile.num_threads),
         ("STAGES", tile.stages),
-        ("MIN_BLOCKS", spec.min_blocks(problem, tile, device)),
-        ("MASK", int(problem.mask is not None)),
-        ("ALIBI", int(problem.alibi_slopes is not None)),
-        ("SOFTCAP", softcap_degree(problem) if spec.caps_by_polynomial else int(problem.softcap != 0)),
-        ("VARLEN", int(problem.op == "attention_varlen")),
-        ("ALIGNMENT", alignment),
+        ("MIN_BLOCKS", spec.min_blocks(traits, tile, device)),
+        ("ALIGNMENT", traits.alignment),
+        *feature_macros(traits, spec.caps_by_polynomial),
+        *spec.macros(traits),
     )

@@ -1,7 +1,7 @@
 """The table of kernels: one `KernelSpec` row each, fastest first. A row's tiles lie in the `tiles_*.py` of its tier.
 
 Plans, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that
-accepts a problem serves it. The last row takes everything.
+accepts the traits of a problem serves it. The last row takes everything.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..problem.arrays import FLOAT_NAMES
-from ..problem.problem import Problem
-from .splits import MIN_KEYS_PER_SPLIT
+from ..problem.problem import Traits
+from .cost import Cost
+from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
-from .tiles_mma import mma_bucket, mma_min_blocks, mma_shared_memory, mma_tiles
-from .tiles_scalar import scalar_bucket, scalar_min_blocks, scalar_shared_memory, scalar_tiles
-from .tiles_wmma import wmma_bucket, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
+from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
+from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
+from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
 CPU_KERNEL = "cpu"
 """Name of the NumPy back end where a kernel's name is asked for."""
@@ -37,68 +38,46 @@ class KernelSpec(NamedTuple):
     max_head_dim: int
     head_dim_bucket: Callable[[int], int]
     """Head dimension of the compiled kernel that serves a given one."""
-    tiles: Callable[[Problem, Device], list[Tile]]
-    """Tiles that fit problem and device, preferred first; the plan takes the first that is not too tall for the rows.
-
-    Like everything else here they may depend on anything in the problem but its lengths."""
-    shared_memory: Callable[[Problem, Tile], int]
+    tiles: Callable[[Traits, Device], list[Tile]]
+    """Tiles that fit the device; the plan takes the one that costs the least."""
+    shared_memory: Callable[[Traits, Tile], int]
     """Bytes of shared memory per block."""
-    min_blocks: Callable[[Problem, Tile, Device], int]
+    min_blocks: Callable[[Traits, Tile, Device], int]
     """Blocks per multiprocessor for which the compiler keeps registers free."""
-    limits: Callable[[Problem, Device], str | None] = lambda problem, device: None
+    cost: Callable[[Traits], Cost]
+    """What its tiles take, as `benchmarks/fit_cost.py` finds."""
+    limits: Callable[[Traits, Device], str | None] = lambda traits, device: None
     """What else the kernel refuses, as a sentence."""
-    splits_from: int = 2 * MIN_KEYS_PER_SPLIT
-    """Keys that a tile must see to be split."""
-    latency_bound: bool = False
-    """Whether a tile of 64 rows takes as long as a lower one: lower ones, spread over more blocks, gain nothing."""
+    starved_rows: int = 0
+    """Rows up to which a tile multiplies keys faster than memory gives them."""
+    macros: Callable[[Traits], Macros] = lambda traits: ()
+    """What else the kernel is compiled with."""
     caps_by_polynomial: bool = False
-    """Whether softcap is a polynomial of small scores, whose degree the kernel is compiled for."""
+    """Whether small scores are capped by a polynomial, whose degree the kernel is compiled for."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
-    def refusal(self, problem: Problem, device: Device) -> str | None:
-        """Return None if the kernel serves the problem on the device, else the reason as a sentence."""
-        if problem.op not in self.operations:
-            return f"does not implement {problem.op}"
+    def refusal(self, traits: Traits, device: Device) -> str | None:
+        """Return None if the kernel serves such problems on the device, else the reason as a sentence."""
+        if traits.op not in self.operations:
+            return f"does not implement {traits.op}"
         if device.compute_capability < self.min_compute_capability:
             return f"needs sm_{self.min_compute_capability}, the device is {device.arch}"
-        if problem.dtype not in self.dtypes:
-            return f"dtype {problem.dtype} is not one of {', '.join(self.dtypes)}"
-        if max(problem.head_dim, problem.head_dim_v) > self.max_head_dim:
-            return f"head_dim {max(problem.head_dim, problem.head_dim_v)} is above {self.max_head_dim}"
+        if traits.dtype not in self.dtypes:
+            return f"dtype {traits.dtype} is not one of {', '.join(self.dtypes)}"
+        if max(traits.head_dim, traits.head_dim_v) > self.max_head_dim:
+            return f"head_dim {max(traits.head_dim, traits.head_dim_v)} is above {self.max_head_dim}"
         if self.features != FEATURES:
-            missing = [name for name in used_features(problem) if name not in self.features]
+            missing = [name for name in used_features(traits) if name not in self.features]
             if missing:
                 return f"does not implement {', '.join(missing)}"
-        limit = self.limits(problem, device)
+        limit = self.limits(traits, device)
         if limit is not None:
             return limit
-        if not self.tiles(problem, device):
-            head_dims = f"{problem.head_dim}/{problem.head_dim_v}"
+        if not self.tiles(traits, device):
+            head_dims = f"{traits.head_dim}/{traits.head_dim_v}"
             return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
         return None
-
-
-FEATURES = frozenset({"window", "softcap", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "out_dtype"})
-
-
-def used_features(problem: Problem) -> list[str]:
-    """Names of the features that a problem needs."""
-    p = problem
-    return [
-        name
-        for name, used in (
-            ("window", p.window_left is not None or p.window_right is not None),
-            ("softcap", p.softcap != 0),
-            ("bias", p.bias is not None),
-            ("mask", p.mask is not None),
-            ("alibi_slopes", p.alibi_slopes is not None),
-            ("sinks", p.sinks is not None),
-            ("query_offset", p.query_offsets is not None),
-            ("out_dtype", p.out_dtype != p.dtype),
-        )
-        if used
-    ]
 
 
 KERNELS = (
@@ -114,8 +93,9 @@ KERNELS = (
         tiles=mma_tiles,
         shared_memory=mma_shared_memory,
         min_blocks=mma_min_blocks,
-        splits_from=3 * MIN_KEYS_PER_SPLIT,
-        latency_bound=True,
+        cost=mma_cost,
+        starved_rows=64,
+        macros=mma_macros,
         caps_by_polynomial=True,
         rounds_weights=True,
     ),
@@ -131,6 +111,7 @@ KERNELS = (
         tiles=wmma_tiles,
         shared_memory=wmma_shared_memory,
         min_blocks=wmma_min_blocks,
+        cost=wmma_cost,
         limits=wmma_limits,
         rounds_weights=True,
     ),
@@ -146,25 +127,12 @@ KERNELS = (
         tiles=scalar_tiles,
         shared_memory=scalar_shared_memory,
         min_blocks=scalar_min_blocks,
+        cost=scalar_cost,
     ),
 )
 
 
-def softcap_degree(problem: Problem) -> int:
-    """Degree of the polynomial that caps scores as long as they are small; 0 without softcap, 1 for unusual ones.
-
-    Degree 3 is exact enough for scores up to 5 if softcap is 30, and degree 5 for more. Beside other features there is
-    no polynomial, and one build serves every usual softcap.
-    """
-    if problem.softcap == 0:
-        return 0
-    if not 1e-15 <= problem.softcap <= 256:
-        return 1
-    alone = problem.bias is None and problem.mask is None and problem.alibi_slopes is None
-    return 3 if alone and problem.softcap >= 30 else 5
-
-
-HELPERS = ("combine",)
+HELPERS = ("merge",)
 """Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
 
 

@@ -73,6 +73,6 @@ def round_up(value: int, multiple: int) -> int:
 
 
 TILE_MAP_BYTES = 16 * 8
-"""sizeof(TileMap) of sequence.cuh."""
+"""sizeof(TileMap) of rows.cuh."""
 TILE_KEYS_BYTES = 4 * 8
 """sizeof(TileKeys) of mask.cuh."""

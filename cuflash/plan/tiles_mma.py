@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ..problem.problem import Problem
+from ..problem.problem import Traits
+from .cost import Cost
+from .features import Macros
 from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
@@ -11,21 +13,24 @@ def mma_bucket(head_dim: int) -> int:
     return round_up(head_dim, 16 if head_dim <= 96 else 32 if head_dim <= 256 else 64)
 
 
-def _warps_per_row(problem: Problem) -> int:
+def _warps_per_row(traits: Traits) -> int:
     """Warps that share their rows, and pass weights to each other: two where the output is too wide for one."""
-    return 2 if mma_bucket(problem.head_dim_v) > 128 else 1
+    return 2 if mma_bucket(traits.head_dim_v) > 128 else 1
 
 
-def mma_shared_memory(problem: Problem, tile: Tile) -> int:
+def mma_macros(traits: Traits) -> Macros:
+    """What only forward_mma.cu is told."""
+    return (("WARPS_PER_ROW", _warps_per_row(traits)),)
+
+
+def mma_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_mma.cu."""
-    bucket, bucket_v = mma_bucket(problem.head_dim), mma_bucket(problem.head_dim_v)
+    bucket, bucket_v = mma_bucket(traits.head_dim), mma_bucket(traits.head_dim_v)
     elements = tile.block_m * (max(bucket, bucket_v) + 8) + tile.stages * tile.block_n * (bucket + bucket_v + 16)
-    shared = _warps_per_row(problem) > 1
+    shared = _warps_per_row(traits) > 1
     elements += (tile.block_m if shared else 1) * (tile.block_n + 8)
-    rows, output, _ = _mma_registers(problem, tile)
-    arrays = _has_arrays(problem)
-    few_registers = tile.stages == 1 or (arrays if shared else output >= (80 if arrays else 112))
-    maxima = rows * 4 * (tile.num_threads // 32 if few_registers else 1)
+    rows, _, _ = _mma_registers(traits, tile)
+    maxima = rows * 4 * (tile.num_threads // 32)
     exchange = tile.num_threads * 4 if shared else 128
     return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 52, 16)
 
@@ -39,73 +44,102 @@ def mma_shared_memory(problem: Problem, tile: Tile) -> int:
 _MMA_TILES = (
     Tile(128, 64, 128, 2), Tile(128, 32, 128, 2), Tile(128, 64, 256, 2), Tile(128, 32, 256, 2), Tile(64, 64, 128, 2),
     Tile(64, 64, 128), Tile(64, 32, 128, 2), Tile(64, 32, 256, 2), Tile(64, 32, 128), Tile(32, 64, 128, 2),
-    Tile(32, 64, 64, 2), Tile(32, 32, 64), Tile(16, 64, 32, 2), Tile(16, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
+    Tile(32, 64, 64, 2), Tile(32, 32, 64), Tile(16, 64, 32, 2), Tile(16, 32, 32), Tile(16, 16, 32),
 )  # fmt: skip
+_LAST_TILE = Tile(16, 32, 64)
+"""Three to five times as slow as others at head_dim 256 (measured), and the only one above that in 99 KB."""
 
 
-def _mma_registers(problem: Problem, tile: Tile) -> tuple[int, int, int]:
+_COST = Cost(
+    product=4.5e-07,
+    weight=2.41e-05,
+    load=4.56e-06,
+    tile=0.125,
+    latency=0.444,
+    latency_load=8.17e-06,
+    copy=0.00224,
+    exposed_copy=0.00529,
+    block=4.43,
+    block_load=0.0111,
+    merge=5.11,
+    merge_split=0.0812,
+    merge_byte=1.62e-07,
+)
+_COST_OF_SHARED_ROWS = Cost(
+    product=1.79e-07,
+    weight=5.54e-05,
+    load=1.45e-05,
+    tile=0.327,
+    latency=0.861,
+    latency_load=1.18e-05,
+    copy=0.00018,
+    exposed_copy=0.0018,
+    block=5.65,
+    block_load=0.0116,
+    merge=4.9,
+    merge_split=0.0933,
+    merge_byte=1.38e-07,
+)
+
+
+def mma_cost(traits: Traits) -> Cost:
+    """Constants for the cost model; those of two warps that share their rows are others."""
+    return _COST if _warps_per_row(traits) == 1 else _COST_OF_SHARED_ROWS
+
+
+def _mma_registers(traits: Traits, tile: Tile) -> tuple[int, int, int]:
     """Rows of a warp, and registers per thread that hold its output and its scores."""
-    bucket_v, share = mma_bucket(problem.head_dim_v), _warps_per_row(problem)
+    bucket_v, share = mma_bucket(traits.head_dim_v), _warps_per_row(traits)
     rows = tile.block_m * 32 * share // tile.num_threads if tile.num_threads >= 32 * share else 0
     return rows, rows * bucket_v // share // 32, rows * tile.block_n // share // 32
 
 
-def _has_arrays(problem: Problem) -> bool:
-    """Whether an array is read for every logit."""
-    return problem.bias is not None or problem.mask is not None
+def _has_wide_bias(traits: Traits) -> bool:
+    return traits.bias == "float64"
 
 
-def _is_plain(problem: Problem) -> bool:
-    """Whether logits are scores times a factor, and need no registers beside them."""
-    p = problem
-    return not _has_arrays(p) and p.alibi_slopes is None and p.softcap == 0
-
-
-def _has_wide_bias(problem: Problem) -> bool:
-    return problem.bias is not None and problem.bias.dtype == "float64"
-
-
-def mma_tiles(problem: Problem, device: Device) -> list[Tile]:
+def mma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
     What fits the registers was found by compiling.
     """
-    p = problem
-    arrays = _has_arrays(p)
+    arrays = traits.num_arrays > 0
     newest = device.compute_capability >= 100
-    bucket_v = mma_bucket(p.head_dim_v)
-    square = mma_bucket(p.head_dim) == bucket_v
-    one_feature = (p.alibi_slopes is None) or (p.softcap == 0)  # their short forms take no more registers
-    one_array = (p.bias is None) != (p.mask is None) and p.alibi_slopes is None and p.softcap == 0
-    few = (arrays and newest and not one_array) or _has_wide_bias(p) or (bucket_v == 224 and not square)
+    bucket_v = mma_bucket(traits.head_dim_v)
+    square = mma_bucket(traits.head_dim) == bucket_v
+    # The short form of one term takes no more registers; storing in float32 does, beside it.
+    one_term = traits.num_terms < 2 and traits.out_dtype == traits.dtype
+    one_array = traits.num_arrays == 1 and traits.num_terms == 0
+    few = (arrays and newest and not one_array) or _has_wide_bias(traits) or (bucket_v == 224 and not square)
     widest_output = 96 if few else 128
     if arrays:
         most = 160 if one_array and not few else 96
     else:
-        most = 192 if square and (_is_plain(p) or (one_feature and not newest)) else 144 if newest else 160
-    fitting = []
-    for tile in _MMA_TILES:
-        rows, output, scores = _mma_registers(problem, tile)
-        if (
+        most = 192 if square and (traits.num_terms == 0 or (one_term and not newest)) else 144 if newest else 160
+
+    def fits(tile: Tile) -> bool:
+        rows, output, scores = _mma_registers(traits, tile)
+        return (
             rows in (16, 32)
             and output <= widest_output
             and (output + scores <= most or scores <= 32)
-            and mma_shared_memory(problem, tile) <= device.shared_memory_per_block
-        ):
-            fitting.append(tile)
-    return occupying_first(fitting, lambda tile: mma_min_blocks(problem, tile, device))
+            and mma_shared_memory(traits, tile) <= device.shared_memory_per_block
+        )
+
+    fitting = list(filter(fits, _MMA_TILES)) or list(filter(fits, (_LAST_TILE,)))
+    return occupying_first(fitting, lambda tile: mma_min_blocks(traits, tile, device))
 
 
-def mma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
+def mma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    p = problem
-    rows, output, scores = _mma_registers(p, tile)
-    queries = rows * mma_bucket(p.head_dim) // 64
+    rows, output, scores = _mma_registers(traits, tile)
+    queries = rows * mma_bucket(traits.head_dim) // 64
     held = output * 5 // 4 + scores
-    if _has_arrays(p) and p.alibi_slopes is None and p.softcap == 0 and not _has_wide_bias(p):
+    plain = traits.num_arrays == traits.num_terms == 0
+    if traits.num_arrays > 0 and traits.num_terms == 0 and not _has_wide_bias(traits):
         held += 32  # of the arrays, on their way
     else:
-        held += (queries if queries <= 32 else 0) + (0 if _is_plain(p) else 32)
+        held += (queries if queries <= 32 else 0) + (0 if plain else 32)
     registers = 128 if held <= 64 else 168 if held <= 120 else 255
-    by_memory = blocks_in_shared_memory(device, mma_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, mma_shared_memory(traits, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))

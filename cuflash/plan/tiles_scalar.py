@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..problem.problem import Problem
+from ..problem.problem import Traits
+from .cost import Cost
 from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
 
 
@@ -17,15 +18,15 @@ def _scalar_slice(bucket: int) -> int:
     return bucket if bucket <= 64 else 64 if bucket % 64 == 0 else 32
 
 
-def _scalar_form(problem: Problem) -> tuple[int, int, int]:
+def _scalar_form(traits: Traits) -> tuple[int, int, int]:
     """Accumulator size and head dimensions, which decide what a tile takes."""
-    itemsize = 8 if problem.dtype == "float64" else 4
-    return itemsize, scalar_bucket(problem.head_dim), scalar_bucket(problem.head_dim_v)
+    itemsize = 8 if traits.dtype == "float64" else 4
+    return itemsize, scalar_bucket(traits.head_dim), scalar_bucket(traits.head_dim_v)
 
 
-def scalar_shared_memory(problem: Problem, tile: Tile) -> int:
+def scalar_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_scalar.cu."""
-    itemsize, bucket, bucket_v = _scalar_form(problem)
+    itemsize, bucket, bucket_v = _scalar_form(traits)
     pad = 16 // itemsize
     q = tile.block_m * (bucket + pad)
     slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
@@ -49,23 +50,60 @@ _SCALAR_TILES = {
 }  # fmt: skip
 
 
-def scalar_tiles(problem: Problem, device: Device) -> list[Tile]:
+_COST = Cost(
+    product=6.01e-06,
+    weight=8.5e-05,
+    load=2.6e-05,
+    tile=0.158,
+    latency=1.05,
+    latency_load=0.000134,
+    copy=0.0211,
+    exposed_copy=0.000103,
+    block=0.925,
+    block_load=0.0822,
+    merge=6.77,
+    merge_split=0.0575,
+    merge_byte=1.76e-07,
+)
+_COST_OF_DOUBLES = Cost(
+    product=1.42e-05,
+    weight=2.26e-05,
+    load=3.68e-05,
+    tile=0.516,
+    latency=0.693,
+    latency_load=0.000149,
+    copy=0.000148,
+    exposed_copy=0.0425,
+    block=0.633,
+    block_load=0.141,
+    merge=7.67,
+    merge_split=0.0893,
+    merge_byte=3.4e-07,
+)
+
+
+def scalar_cost(traits: Traits) -> Cost:
+    """Constants for the cost model."""
+    return _COST_OF_DOUBLES if traits.dtype == "float64" else _COST
+
+
+def scalar_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles whose output fits the registers and whose operands fit the device's shared memory, tallest first."""
-    itemsize, _, bucket_v = _scalar_form(problem)
-    fitting = []
+    itemsize, _, bucket_v = _scalar_form(traits)
+    fitting: dict[str, Tile] = {}
     for tile in _SCALAR_TILES[itemsize]:
         rows = tile.block_m * 16 // tile.num_threads
         output_registers = rows * bucket_v // 16 * itemsize // 4
         limit = 64 if rows >= 8 else 128 if itemsize == 4 or (rows <= 2 and tile.block_n <= 32) else 112
-        if output_registers <= limit and scalar_shared_memory(problem, tile) <= device.shared_memory_per_block:
-            fitting.append(tile)
-    return fitting
+        if output_registers <= limit and scalar_shared_memory(traits, tile) <= device.shared_memory_per_block:
+            fitting.setdefault(str(tile), tile)
+    return list(fitting.values())
 
 
-def scalar_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
+def scalar_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    itemsize, _, bucket_v = _scalar_form(problem)
+    itemsize, _, bucket_v = _scalar_form(traits)
     output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = blocks_in_shared_memory(device, scalar_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, scalar_shared_memory(traits, tile))
     return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))

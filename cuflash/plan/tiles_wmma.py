@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import Problem, common_alignment
+from ..problem.problem import Traits
+from .cost import Cost
 from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
 
 
@@ -12,10 +13,10 @@ def wmma_bucket(head_dim: int) -> int:
     return round_up(head_dim, 16 if head_dim <= 96 else 32)
 
 
-def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
+def wmma_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wmma.cu."""
-    bucket, bucket_v = wmma_bucket(problem.head_dim), wmma_bucket(problem.head_dim_v)
-    itemsize = ITEMSIZE[problem.dtype]
+    bucket, bucket_v = wmma_bucket(traits.head_dim), wmma_bucket(traits.head_dim_v)
+    itemsize = ITEMSIZE[traits.dtype]
     q_and_k = (tile.block_m + tile.block_n) * (bucket * itemsize + 16)
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
@@ -23,12 +24,12 @@ def wmma_shared_memory(problem: Problem, tile: Tile) -> int:
     return round_up(q_and_k + v + scores + factors + TILE_MAP_BYTES + TILE_KEYS_BYTES + 24, 32)
 
 
-def wmma_limits(problem: Problem, device: Device) -> str | None:
+def wmma_limits(traits: Traits, device: Device) -> str | None:
     """Refuse float32 that is to be float32, and formats that the device does not multiply."""
-    if problem.dtype == "float32" and problem.precision != "tf32":
+    if traits.dtype == "float32" and traits.precision != "tf32":
         return "multiplies float32 as tf32, and only under precision='tf32'"
-    if problem.dtype != "float16" and device.compute_capability < 80:
-        name = "tf32" if problem.dtype == "float32" else problem.dtype
+    if traits.dtype != "float16" and device.compute_capability < 80:
+        name = "tf32" if traits.dtype == "float32" else traits.dtype
         return f"multiplies {name} from sm_80 on, the device is {device.arch}"
     return None
 
@@ -46,45 +47,67 @@ _WMMA_TILES = (
 )  # fmt: skip
 
 
-def _wmma_registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+_COST = Cost(
+    product=5.35e-07,
+    weight=2.76e-06,
+    load=3.87e-05,
+    tile=0.124,
+    latency=1.02,
+    latency_load=1.03e-05,
+    copy=5.53e-05,
+    exposed_copy=0.000821,
+    block=5.24,
+    block_load=0.0227,
+    merge=4.34,
+    merge_split=0.0807,
+    merge_byte=1.42e-07,
+)
+
+
+def wmma_cost(traits: Traits) -> Cost:
+    """Constants for the cost model."""
+    return _COST
+
+
+def _wmma_registers(traits: Traits, tile: Tile) -> tuple[int, int]:
     """Registers per thread that hold the output and the scores of a tile."""
     fragments = tile.block_m * 2 // tile.num_threads
-    return fragments * wmma_bucket(problem.head_dim_v) // 2, fragments * tile.block_n // 2
+    return fragments * wmma_bucket(traits.head_dim_v) // 2, fragments * tile.block_n // 2
 
 
-def wmma_tiles(problem: Problem, device: Device) -> list[Tile]:
+def wmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
     What fits the registers beside the output was found by compiling; before sm_80 operands take more of them.
     """
     newer = device.compute_capability >= 80
-    aligned = common_alignment(problem) == 16
-    arrays = problem.bias is not None or problem.mask is not None
-    simple = problem.head_dim <= 128 and problem.dtype != "float32" and aligned
+    aligned = traits.alignment == 16
+    arrays = traits.num_arrays > 0
+    simple = traits.head_dim <= 128 and traits.dtype != "float32" and aligned
     simple &= device.compute_capability >= 90 or not arrays
     together = 96 if device.compute_capability < 75 else 160 if newer and simple else 128
     fitting = []
     for tile in _WMMA_TILES:
-        output, scores = _wmma_registers(problem, tile)
+        output, scores = _wmma_registers(traits, tile)
         tall = tile.block_m == tile.num_threads
         widest = 64 if output <= (80 if newer else 64) else 32 if output <= 96 or (newer and aligned) else 16
-        if problem.dtype == "float32":  # operands of twice the size
+        if traits.dtype == "float32":  # operands of twice the size
             widest = 64 if output <= 48 else 32 if output <= 80 else 16
         if (
             output <= 128
             and tile.block_n <= widest
             and not (tall and output + scores > together)
-            and wmma_shared_memory(problem, tile) <= device.shared_memory_per_block
+            and wmma_shared_memory(traits, tile) <= device.shared_memory_per_block
         ):
             fitting.append(tile)
-    return occupying_first(fitting, lambda tile: blocks_in_shared_memory(device, wmma_shared_memory(problem, tile)))
+    return occupying_first(fitting, lambda tile: blocks_in_shared_memory(device, wmma_shared_memory(traits, tile)))
 
 
-def wmma_min_blocks(problem: Problem, tile: Tile, device: Device) -> int:
+def wmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    output, scores = _wmma_registers(problem, tile)
-    need = output * 5 // 4 + scores + (8 if max(problem.head_dim, problem.head_dim_v) > 96 else 0)
-    need += 48 if problem.dtype == "float32" else 0
+    output, scores = _wmma_registers(traits, tile)
+    need = output * 5 // 4 + scores + (8 if max(traits.head_dim, traits.head_dim_v) > 96 else 0)
+    need += 48 if traits.dtype == "float32" else 0
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
-    by_memory = blocks_in_shared_memory(device, wmma_shared_memory(problem, tile))
+    by_memory = blocks_in_shared_memory(device, wmma_shared_memory(traits, tile))
     return max(1, min(by_memory, warps * 32 // tile.num_threads))

@@ -67,15 +67,18 @@ def strides_like(shape: tuple[int, ...], like: tuple[int, ...], itemsize: int) -
     As in `np.empty_like`, but axes without an order of their own (length 1, or stride 0 from broadcasting) keep their
     place.
     """
-    last = None
-    for length, stride in zip(shape, like, strict=False):
-        if length > 1 and stride != 0:
-            stride = abs(stride)
-            if last is not None and stride > last:
-                break
-            last = stride
+    strides, step, inner = [0] * len(shape), itemsize, 0
+    for axis in range(len(shape) - 1, -1, -1):
+        length, stride = shape[axis], abs(like[axis])
+        strides[axis] = step
+        if length != 1:
+            if stride != 0:
+                if stride < inner:
+                    break
+                inner = stride
+            step *= length or 1
     else:
-        return contiguous_strides(shape, itemsize)
+        return tuple(strides)
     ordered = [axis for axis, length in enumerate(shape) if length > 1 and like[axis] != 0]
     by_stride = sorted(ordered, key=lambda axis: -abs(like[axis]))
     memory_order = list(range(len(shape)))
@@ -98,12 +101,10 @@ def inspect(name: str, x: Any) -> ArrayInfo:
     """Read one argument; TypeError, with its name, for what is not an array that cuflash takes."""
     if type(x) is ArrayInfo:
         return x
-    if isinstance(x, np.ndarray):
-        return _inspect_numpy(name, x)
     gpu_type = cupy_ndarray()
     if gpu_type is not None and isinstance(x, gpu_type):
         return _inspect_cupy(x)
-    return _inspect_foreign(name, x)
+    return _inspect_numpy(name, x) if isinstance(x, np.ndarray) else _inspect_foreign(name, x)
 
 
 def _refuse(name: str, got: str, hint: str = "") -> NoReturn:

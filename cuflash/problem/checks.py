@@ -280,15 +280,13 @@ def _dtype_name(name: str, dtype: Any) -> str:
     return parsed
 
 
-def check_results(
-    infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: Any, out_shape: tuple[int, ...]
-) -> tuple[str, str]:
-    """Check `out`, `lse` and `out_dtype`; return the element types of the results."""
+def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: Any, out_shape: tuple[int, ...]) -> str:
+    """Check `out`, `lse` and `out_dtype`; return the element type of `out`."""
     dtype = infos["q"].dtype
     lse_name = "float64" if dtype == "float64" else "float32"
     out_name = dtype if out_dtype is None else _dtype_name("out_dtype", out_dtype)
     if out is None and lse is None:
-        return out_name, lse_name
+        return out_name
     inputs = list(infos.items())
     if out is not None:
         info = inspect("out", out)
@@ -307,7 +305,7 @@ def check_results(
             raise TypeError(f"lse has dtype {info.dtype}, expected {lse_name} (q has {dtype})")
         _check_result("lse", info, out_shape[:-1], inputs)
         infos["lse"] = info
-    return out_name, lse_name
+    return out_name
 
 
 def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:
@@ -347,7 +345,20 @@ def workspace_size(pointer: int, size: int) -> int:
     return size - -pointer % BOUNDARY
 
 
-def check_cu_seqlens(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:
+def check_cu_seqlens(infos: dict[str, ArrayInfo], cu_seqlens: tuple[Any, Any], totals: tuple[int, int]) -> int:
+    """Check the boundaries of packed queries and keys, of which there are `totals`; return how many boundaries."""
+    for tokens, x, total in zip("qk", cu_seqlens, totals, strict=True):
+        _check_boundaries(infos, f"cu_seqlens_{tokens}", x, total, tokens)
+    num_boundaries = infos["cu_seqlens_q"].shape[0]
+    if infos["cu_seqlens_k"].shape[0] != num_boundaries:
+        raise ValueError(
+            f"cu_seqlens_k has {infos['cu_seqlens_k'].shape[0]} entries but cu_seqlens_q has {num_boundaries}; "
+            "both need one per sequence and one more"
+        )
+    return num_boundaries
+
+
+def _check_boundaries(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:
     info = inspect(name, x)
     if info.dtype not in INTEGER_NAMES:
         raise TypeError(f"{name} has dtype {info.dtype}, expected an integer dtype")

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from cuflash.cpu import attention as cpu
 from cuflash.cpu import threads
 from cuflash.cpu.threads import run_on_threads
 
-ROOT = Path(cuflash.__file__).parent.parent
 PROGRAM = """
 import atexit, signal, sys, threading, time
 import numpy as np, cuflash
@@ -38,8 +36,7 @@ print_digest = lambda: print(hash(call().tobytes()), flush=True)
 
 def in_a_new_process(code: str) -> list[str]:
     """Lines that a program prints; it may not print errors, nor hang."""
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {"PYTHONPATH": python_path, "CUFLASH_NUM_THREADS": "3", "PYTHONHASHSEED": "0"}
+    environment = {"CUFLASH_NUM_THREADS": "3", "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-c", PROGRAM + code]
     run = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=60)
     assert (run.returncode, run.stderr) == (0, "")

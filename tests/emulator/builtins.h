@@ -67,6 +67,11 @@ void cpu_cuda_copy_commit();
 // Waits for all groups but the newest `pending`.
 void cpu_cuda_copy_wait(int pending);
 void cpu_cuda_fail(const char* message);
+
+// What mutants.py puts into sources. Whether a mutant is the one that runs:
+bool cpu_cuda_mutant(int mutant);
+// A condition, or what a mutant has in its place.
+bool cpu_cuda_guard(int mutant, bool forced, bool actual);
 }
 
 inline void __syncthreads() { cpu_cuda_sync_block(); }
@@ -167,3 +172,16 @@ inline float min(float a, float b) { return fminf(a, b); }
 inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
+
+// A minimum or maximum, or what two mutants have in its place: its first argument, and its second.
+#define CPU_CUDA_CLAMP(name)                                                        \
+    template <typename A, typename B>                                               \
+    auto cpu_cuda_##name(int first, int second, A a, B b) -> decltype(name(a, b)) { \
+        const auto result = name(a, b);                                             \
+        const bool takes_a = cpu_cuda_guard(first, true, result == a);              \
+        const bool takes_b = cpu_cuda_guard(second, true, result == b);             \
+        return takes_b && (result != b || !takes_a) ? b : a;                        \
+    }
+CPU_CUDA_CLAMP(min)
+CPU_CUDA_CLAMP(max)
+#undef CPU_CUDA_CLAMP

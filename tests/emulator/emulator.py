@@ -16,22 +16,22 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.combine import NUM_THREADS
+from cuflash.gpu.arguments import POINTERS_SIZE, pack_pointers_into
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
-from cuflash.gpu.launch import _parts
-from cuflash.gpu.merge import merge_steps, merge_workspace
-from cuflash.gpu.params import POINTERS, pack_form, pack_pointers_into
-from cuflash.gpu.workspace import combination_of
-from cuflash.plan.plan import Macros, Plan, make_plan
-from cuflash.plan.splits import split_strides
+from cuflash.gpu.launch import launch_parts
+from cuflash.gpu.merge import NUM_THREADS
+from cuflash.gpu.merge_states import merge_steps, merge_workspace
+from cuflash.gpu.workspace import merge_of_splits
+from cuflash.plan.partial import partial_of
+from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.problem.parts import Parts, describe_parts, result_operands
-from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.problem.problem import Operand, Operands, Problem, describe_attention, describe_varlen, result_rows
 from cuflash.settings import Settings
 from cuflash.testing import Case
 
@@ -113,11 +113,39 @@ def shadow_sources(folder: Path, changed: Mapping[str, str] | None = None, defin
         link = folder / name
         link.parent.mkdir(parents=True, exist_ok=True)
         if changed and name.as_posix() in changed:
-            link.write_text(changed[name.as_posix()])
+            _write(link, changed[name.as_posix()])
         elif not link.is_symlink():
             with suppress(FileExistsError):  # another process may be quicker
                 link.symlink_to(path)
     return folder
+
+
+def modified_sources(texts: Mapping[str, str]) -> Path:
+    """The folder with these texts in place of sources, in which their kernels stay until they change."""
+    return shadow_sources(BUILD / f"{source_digest()}-{_key(*texts.values())}-{_harness_digest()}" / "src", texts)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file that appears whole: several processes may want it at once."""
+    if not path.exists():
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(text)
+        partial.replace(path)
+
+
+def choose_mutant(number: int | None, max_steps: int = 2**64 - 1) -> int:
+    """Run kernels with one of the mutants that are compiled into them; return the steps since the last choice."""
+    choose = _runtime().runtime_choose
+    choose.argtypes, choose.restype = [ctypes.c_int, ctypes.c_uint64], ctypes.c_uint64
+    return int(choose(-1 if number is None else number, max_steps))
+
+
+def reached_mutants() -> dict[int, bool]:
+    """Mutants that kernels have come by since the last choice, and whether they would have differed there."""
+    array = ctypes.c_ubyte * ctypes.c_int.in_dll(_runtime(), "runtime_max_mutants").value
+    return {
+        number: bool(found & 2) for number, found in enumerate(array.in_dll(_runtime(), "runtime_reached")) if found
+    }
 
 
 class Kernel:
@@ -199,20 +227,12 @@ def compile_text(text: str, entry: str, sources: Path, checks: tuple[str, ...] =
     return _kernels[key]
 
 
-def compile_kernel(kernel: str, macros: Macros, sources: Path | None = None) -> Kernel:
-    """Compile the entry file of a build key, unchanged; `sources` is a folder made by `shadow_sources`."""
+def compile_kernel(program: Program, sources: Path | None = None) -> Kernel:
+    """Compile the entry file of a program, unchanged; `sources` is a folder made by `shadow_sources`."""
     checks = _CHECKED if sources is None else _CHECKED_ONCE
     if sources is None:
         sources = shadow_sources(BUILD / f"{source_digest()}-{_harness_digest()}" / "src")
-    return compile_text(entry_text(kernel, macros), f"cuflash_{kernel}", sources, checks)
-
-
-class _Form(NamedTuple):
-    """What `launch._parts` looks at."""
-
-    problem: Problem
-    plan: Plan
-    packed: bytes
+    return compile_text(entry_text(program), f"cuflash_{program.kernel}", sources, checks)
 
 
 class Emulator:
@@ -248,18 +268,17 @@ class Emulator:
 
     def refuses(self, problem: Problem) -> bool:
         """Whether the kernel does not serve the problem."""
-        return self.spec.refusal(problem, self.device) is not None
+        return self.spec.refusal(problem.traits, self.device) is not None
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
         plan = make_plan(problem, self.device, self.settings, self.num_splits)
         rows = result_rows(problem)
         spans = {name: _span(info) for name, info in infos.items()}
-        out, spans["out"] = _result((*rows, problem.head_dim_v), problem.out, out)
-        if problem.lse is not None:
-            lse, spans["lse"] = _result(rows, problem.lse, lse)
-        names = {"query_offsets": "query_offset"}
-        pointers = [spans.get(names.get(name, name), (0, 0, 0))[0] for name in POINTERS]
+        out, spans["out"] = _result((*rows, problem.traits.head_dim_v), problem.operands.out, out)
+        if problem.operands.lse is not None:
+            lse, spans["lse"] = _result(rows, problem.operands.lse, lse)
+        pointers = [spans[name][0] if name in spans else 0 for name in Operands._fields]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
         if plan.num_splits > 1:
             return self._run_split(problem, plan, pointers, ranges, out, lse)
@@ -268,33 +287,35 @@ class Emulator:
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
-            kernel = compile_kernel(plan.kernel, plan.macros, self.sources)
-            for grid, packed, offsets in _parts(_Form(problem, plan, pack_form(problem, plan))):  # type: ignore[arg-type]
+            kernel = compile_kernel(plan.program, self.sources)
+            for grid, packed, offsets in launch_parts(problem, plan):
                 at = (
                     pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
                 )
-                addresses = bytearray(8 * len(POINTERS))
+                addresses = bytearray(POINTERS_SIZE)
                 pack_pointers_into(addresses, 0, *at)
                 threads = plan.tile.num_threads
-                kernel.launch(grid[0], threads, plan.shared_memory, bytes(addresses) + packed, ranges, self.seed)
+                kernel.launch(
+                    grid[0], threads, plan.program.shared_memory, bytes(addresses) + packed, ranges, self.seed
+                )
 
     def _run_split(
         self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any], out: Any, lse: Any
     ) -> Any:
-        """Write partial results into a poisoned workspace of exactly the plan's size, then join them."""
+        """Write partial results into a poisoned workspace of exactly the plan's size, then merge them."""
         memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
         begin = memory.ctypes.data + -memory.ctypes.data % 16
         end = begin + plan.workspace
-        between = begin + plan.num_splits * split_strides(problem)[0]
+        between = begin + plan.num_splits * partial_of(problem).strides[0]
         inputs = [found for found in ranges if not found[3]]
         halves = [(begin, between, "partial out"), (between, end, "partial lse")]
         at = [*pointers[:3], begin, between, *pointers[5:]]
         self._launch(problem, plan, at, [*inputs, *((*half, True) for half in halves)])
-        combination = combination_of(problem, plan.num_splits)
-        kernel = compile_kernel(combination.build.kernel, combination.build.macros, self.sources)
+        merge = merge_of_splits(problem, plan.num_splits)
+        kernel = compile_kernel(merge.program, self.sources)
         results = [found for found in ranges if found[3]] + [(*half, False) for half in halves]
-        for packed in combination.arguments([begin], [between], *pointers[3:5]):
-            kernel.launch(combination.num_blocks, NUM_THREADS, 0, packed, results, self.seed)
+        for packed in merge.arguments([begin], [between], *pointers[3:5]):
+            kernel.launch(merge.num_blocks, NUM_THREADS, 0, packed, results, self.seed)
         return out if lse is None else (out, lse)
 
 
@@ -333,9 +354,9 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
     ranges = [(begin, end, name, False) for name, (_, begin, end) in spans.items() if begin < end]
     ranges += [(begin, end, name, True) for name, (_, begin, end) in (("out", out_span), ("lse", lse_span))]
     for step in merge_steps(parts, out.ctypes.data, lse.ctypes.data, at):
-        combination = step.combination
-        kernel = compile_kernel(combination.build.kernel, combination.build.macros, sources)
-        for packed in combination.arguments(*step[1:]):
+        merge = step.merge
+        kernel = compile_kernel(merge.program, sources)
+        for packed in merge.arguments(*step[1:]):
             usable = [*ranges, (at, at + size, "scratch memory", True)] if size else ranges
-            kernel.launch(combination.num_blocks, NUM_THREADS, 0, packed, [r for r in usable if r[0] < r[1]])
+            kernel.launch(merge.num_blocks, NUM_THREADS, 0, packed, [r for r in usable if r[0] < r[1]])
     return out, lse

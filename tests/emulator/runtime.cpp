@@ -9,6 +9,7 @@
 //
 // A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -31,6 +32,7 @@ constexpr size_t kMaxThreads = 1024;
 constexpr int kMaxWarps = kMaxThreads / kWarpSize;
 constexpr int kNumBarriers = 16;
 constexpr size_t kMaxSharedBytes = 227 * 1024;
+constexpr int kMaxMutants = 4096;
 constexpr size_t kCellBytes = 2;  // the smallest piece of shared memory that two threads may own separately
 
 struct Index {
@@ -143,12 +145,16 @@ char message[2048];
 uintptr_t failing_pc;
 uintptr_t stack_begin;  // of the fiber that runs
 size_t last_range;
+int mutant = -1;  // that runs
+uint64_t num_steps, max_steps = ~0ull;
 
 }  // namespace
 
 extern "C" {
 Index threadIdx, blockIdx, blockDim, gridDim;
 alignas(1024) char shared_memory[kMaxSharedBytes];
+extern const int runtime_max_mutants = kMaxMutants;
+unsigned char runtime_reached[kMaxMutants];  // 1: a kernel has come by, 2: where the mutant is not what the source is
 }
 
 namespace {
@@ -389,7 +395,12 @@ void check_global(uintptr_t address, size_t size, bool writes, uintptr_t pc) {
     }
 }
 
+inline void take_step(void* pc) {
+    if (++num_steps > max_steps) fail(reinterpret_cast<uintptr_t>(pc), "takes far more steps than without the mutant");
+}
+
 inline void check(const volatile void* pointer, size_t size, bool writes, void* pc) {
+    take_step(pc);
     const uintptr_t address = reinterpret_cast<uintptr_t>(pointer);
     if (address - stack_begin < kStackBytes || unchecked) return;
     const uintptr_t offset = address - reinterpret_cast<uintptr_t>(shared_memory);
@@ -472,6 +483,18 @@ void cpu_cuda_fail(const char* text) { fail(reinterpret_cast<uintptr_t>(CALLER),
 
 void cpu_cuda_read(const void* address, unsigned int size) { check(address, size, false, CALLER); }
 void cpu_cuda_write(void* address, unsigned int size) { check(address, size, true, CALLER); }
+
+bool cpu_cuda_mutant(int which) {
+    take_step(CALLER);
+    runtime_reached[which] = 3;
+    return which == mutant;
+}
+
+bool cpu_cuda_guard(int which, bool forced, bool actual) {
+    take_step(CALLER);
+    runtime_reached[which] |= actual == forced ? 1 : 3;
+    return which == mutant ? forced : actual;
+}
 
 void cpu_cuda_sync_block() {
     if (num_returned != 0) fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
@@ -582,6 +605,16 @@ void __ubsan_handle_type_mismatch_v1(UbsanPlace* place, uintptr_t address) {
 
 // ---------------------------------------------------------------------------------- what emulator.py calls
 
+// Chooses a mutant, -1 for none, and forgets what has been reached. Returns the number of steps since the last choice.
+uint64_t runtime_choose(int which, uint64_t limit) {
+    const uint64_t steps = num_steps;
+    mutant = which;
+    max_steps = limit;
+    num_steps = 0;
+    memset(runtime_reached, 0, sizeof(runtime_reached));
+    return steps;
+}
+
 // Runs a grid. Returns 0, or 1 with `text` and the program counter (0: unknown) of what went wrong.
 int runtime_launch(void (*kernel)(const void*), const void* params, unsigned int num_blocks, unsigned int num_threads,
                    size_t shared_bytes, const Range* ranges, int num_ranges, uint64_t seed, char* text,
@@ -600,10 +633,15 @@ int runtime_launch(void (*kernel)(const void*), const void* params, unsigned int
                  shared_bytes);
         failed = true;
     }
+    struct sigaction inside = {}, outside;
+    inside.sa_handler = [](int) { fail(0, "divides an integer by zero"); };
+    inside.sa_flags = SA_NODEFER;
+    sigaction(SIGFPE, &inside, &outside);
     for (unsigned int block = 0; block < num_blocks && !failed; ++block) {
         blockIdx = {block, 0, 0};
         run_block();
     }
+    sigaction(SIGFPE, &outside, nullptr);
     if (failed) {
         // What the fibers were in the middle of is lost.
         for (Fiber& fiber : fibers) fiber.begun = false;

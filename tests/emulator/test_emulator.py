@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cuflash.gpu.arguments import divisor
 from cuflash.gpu.compile import compiler_options, source_digest, source_folder
-from cuflash.gpu.params import divisor
 from cuflash.problem.arrays import DTYPES
 from emulator.emulator import EmulationError, Kernel, compile_text, compiler, shadow_sources
 

@@ -54,7 +54,7 @@ def test_compiles_for_amd(spec: KernelSpec, tmp_path: Path) -> None:
         if name.partition("-")[0] == "tf32" or name.partition("-")[2] not in SHAPES:
             continue
         entry = tmp_path / "entry.hip"
-        entry.write_text(entry_text(plan.kernel, plan.macros))
+        entry.write_text(entry_text(plan.program))
         command = [
             _clang() or "", "-x", "hip", f"--offload-arch={TARGET}", "--cuda-device-only", "-nogpuinc", "-nogpulib",
             "-std=c++17", "-O2", "-S", "-include", str(HERE / "builtins.h"), f"-I{sources}", str(entry), "-o", "-",

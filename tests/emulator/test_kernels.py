@@ -94,9 +94,9 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
     """The two tallest tiles and the lowest, of devices with less shared memory."""
     case, device = CASES_BY_NAME[name], device_of(capability)
     problem = describe(case, dtype)
-    if spec.refusal(problem, device) is not None:
+    if spec.refusal(problem.traits, device) is not None:
         pytest.skip(f"{spec.name} refuses")
-    tiles = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
+    tiles = list(dict.fromkeys(map(str, spec.tiles(problem.traits, device))))
     for tile in dict.fromkeys((*tiles[:2], tiles[-1])):
         assert_right(case, dtype, Emulator(spec.name, tile, device))
 
@@ -106,27 +106,27 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
     "name", ["everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything"]
 )
 def test_every_tile_of_forward_mma(name: str) -> None:
-    """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves are staggered."""
+    """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves play ping-pong."""
     case, spec = CASES_BY_NAME[name], Emulator("forward_mma").spec
-    for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16"), device_of(90)))):
+    for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16").traits, device_of(90)))):
         assert_right(case, "float16", Emulator(spec.name, tile))
 
 
 @rows
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]
-    tile = str(spec.tiles(describe(case, "float16"), device_of(90))[0])
+    tile = str(spec.tiles(describe(case, "float16").traits, device_of(90))[0])
     assert_right(case, "float16", Emulator(spec.name, tile))
 
 
 def test_forward_mma_has_a_tile_of_every_form() -> None:
-    """So that the tests above meet them: one and two stages, rows that are shared, and 256 threads, staggered."""
+    """So that the tests above meet them: one and two stages, rows that are shared, and 256 threads, in ping-pong."""
     spec = Emulator("forward_mma").spec
     forms = set()
     for name in ("causal-200x131", "wide-causal", "wide-window"):
         problem = describe(CASES_BY_NAME[name], "float16")
-        for tile in spec.tiles(problem, device_of(90)):
-            forms.add((problem.head_dim_v > 128, tile.stages, tile.num_threads == 256))
+        for tile in spec.tiles(problem.traits, device_of(90)):
+            forms.add((problem.traits.head_dim_v > 128, tile.stages, tile.num_threads == 256))
     assert {(False, 1, False), (False, 2, False), (True, 1, False), (True, 2, False), (True, 2, True)} <= forms
 
 

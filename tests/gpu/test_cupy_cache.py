@@ -17,23 +17,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-import cuflash
 from cuflash import cupy_cache
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu.compile import KernelCompileError, kernel_function
-from cuflash.plan.plan import Plan, make_plan
+from cuflash.plan.plan import Program, make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.problem import describe_attention
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
-ROOT = Path(cuflash.__file__).parent.parent
 MESSAGE = "CuPy cannot keep compiled kernels on disk"
 
 
 def in_a_new_process(code: str, folder: Any, **environment: str) -> subprocess.CompletedProcess[str]:
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment |= {"PYTHONPATH": python_path, "CUPY_CACHE_DIR": str(folder)}
+    environment |= {"CUPY_CACHE_DIR": str(folder)}
     run = subprocess.run([sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run
@@ -64,7 +61,7 @@ def test_a_folder_that_can_be_made(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Program]]:
     """Plans of several kernels, with nothing compiled yet, nothing warned of, and modules that are not loaded."""
     from cupy.cuda import compiler
 
@@ -79,7 +76,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     module = SimpleNamespace(load=lambda binary: None, _set_mapping=lambda mapping: None)
     monkeypatch.setattr(compiler, "function", SimpleNamespace(Module=lambda: module))
     monkeypatch.setattr(compiler, "_get_arch_for_options_for_nvrtc", lambda arch=None: ("-arch=sm_80", "cubin"))
-    monkeypatch.setattr(compile_module, "entry_text", lambda kernel, macros: f"// {kernel} {macros}")
+    monkeypatch.setattr(compile_module, "entry_text", lambda program: f"// {program}")
     monkeypatch.setattr(cupy, "RawModule", RawModule)
     monkeypatch.setattr(cupy.cuda, "Device", nullcontext)
     monkeypatch.setattr(compile_module, "_functions", {})
@@ -88,18 +85,18 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Plan]]:
     found = []
     for head_dim in (8, 64, 128, 256):
         x = np.ones((2, 5, head_dim), np.float16)
-        found.append(make_plan(describe_attention(x, x, x)[0], device_of(80), AUTOMATIC))
+        found.append(make_plan(describe_attention(x, x, x)[0], device_of(80), AUTOMATIC).program)
     yield found
 
 
-def _compile(plans: list[Plan]) -> list[Any]:
-    with ThreadPoolExecutor(len(plans)) as pool:
-        return list(pool.map(lambda plan: kernel_function(plan, 0), plans))
+def _compile(programs: list[Program]) -> list[Any]:
+    with ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(lambda program: kernel_function(program, 0), programs))
 
 
 @pytest.mark.parametrize("failure", ["no such folder", "disk full", "unreadable"])
 def test_a_folder_that_cannot_be_used(
-    failure: str, plans: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: str, programs: list[Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU, but with CuPy's own compiler and cache."""
     from cupy.cuda import compiler
@@ -114,28 +111,28 @@ def test_a_folder_that_cannot_be_used(
         monkeypatch.setattr(backend, "save" if failure == "disk full" else "load", refuse)
     monkeypatch.setattr(compiler, "_kernel_cache_backend", backend)
     with pytest.warns(RuntimeWarning, match=MESSAGE) as warned:
-        assert _compile(plans) == [f"cuflash_{plan.kernel}" for plan in plans]
+        assert _compile(programs) == [f"cuflash_{program.kernel}" for program in programs]
     assert len(warned) == 1
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_can_be_used(plans: list[Plan], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_can_be_used(programs: list[Program], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cupy.cuda import compiler
 
     monkeypatch.setattr(compiler, "_kernel_cache_backend", type(compiler._kernel_cache_backend)(str(tmp_path)))
-    _compile(plans)
-    assert len(list(tmp_path.iterdir())) == len(plans)
+    _compile(programs)
+    assert len(list(tmp_path.iterdir())) == len(programs)
     assert os.environ["CUPY_CACHE_IN_MEMORY"] == "0"
 
 
-def test_another_error_is_no_matter_of_the_folder(plans: list[Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_no_matter_of_the_folder(programs: list[Program], monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise FileNotFoundError("no headers")
 
     monkeypatch.setattr(cupy, "RawModule", refuse)
     monkeypatch.setenv("CUPY_CACHE_IN_MEMORY", "1")
     with pytest.raises(KernelCompileError, match="no headers"):
-        kernel_function(plans[0], 0)
+        kernel_function(programs[0], 0)
 
 
 @pytest.mark.gpu

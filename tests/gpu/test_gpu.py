@@ -284,7 +284,7 @@ def test_registers_are_known_again_and_again() -> None:
     x = _draw(1, 2, 100, 64)
     plan = make_plan(describe_attention(x, x, x)[0], launch.device_info(0), AUTOMATIC)
     arch = launch.device_info(0).arch
-    first, second = (compile_offline(plan.kernel, plan.macros, arch) for _ in range(2))
+    first, second = (compile_offline(plan.program, arch) for _ in range(2))
     assert first.registers == second.registers > 0
 
 

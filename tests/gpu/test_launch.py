@@ -1,9 +1,10 @@
-"""A known form with other lengths is launched, byte for byte, as if it had been described and planned anew."""
+"""Launches without a GPU: their arguments by name, splits through the workspace, and when calls are remembered."""
 
 from __future__ import annotations
 
 import ctypes
 import numbers
+import struct
 import sys
 import threading
 from typing import Any
@@ -13,13 +14,13 @@ import pytest
 
 import cuflash
 from cuflash import dense
-from cuflash.gpu import launch
-from cuflash.gpu.workspace import split_of
+from cuflash.gpu import compile as compile_module
+from cuflash.gpu import launch, workspace
+from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
-from cuflash.plan.splits import result_axes
 from cuflash.plan.table import device_of
 from cuflash.problem.arrays import inspect
-from cuflash.problem.problem import describe_attention, result_rows
+from cuflash.problem.problem import describe_attention
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
@@ -27,7 +28,8 @@ cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 
 @pytest.fixture(autouse=True)
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch.compile_module, "kernel_function", lambda plan, device_id: None)
+    for module in (launch, workspace):
+        monkeypatch.setattr(module, "kernel_function", lambda program, device_id: None)
     monkeypatch.setattr(launch, "device_info", lambda device_id: device_of(90))
     assert "cupy" in sys.modules
 
@@ -43,97 +45,44 @@ def _array(shape: tuple[int, ...], dtype: Any, order: str) -> Any:
     return cupy.ndarray(shape, dtype, pointer)
 
 
-def _planned(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[launch.Form, launch.Launch]:
+def _launch(q: Any, k: Any, v: Any, **options: Any) -> launch.Launch:
     problem, _ = describe_attention(q, k, v, **options)
-    plan = make_plan(problem, device_of(90), AUTOMATIC)
-    form = launch.Form(problem, plan, 0)
-    split = None
-    if plan.num_splits > 1:
-        split = split_of(result_axes(problem), problem, problem.out, problem.lse, plan, 0)
-    rows, parts = result_rows(problem), launch._parts(form)
-    return form, launch.Launch(form, plan, parts, rows, problem.seqlen_k, problem.out, problem.lse, split)
+    return launch.Launch(problem, make_plan(problem, device_of(90), AUTOMATIC), 0)
 
 
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"causal": True, "return_lse": True},
-    {"causal": "top_left", "window": (5, None)},
-    {"causal": True, "query_offset": 3, "out_dtype": np.float64},
-]
+def _fields(packed: bytes) -> dict[str, tuple[float, ...]]:
+    """What stands behind the addresses of a struct."""
+    found, offset = {}, 0
+    for name, code in (*STRIDES, *LENGTHS, *OTHERS):
+        found[name] = struct.unpack_from("=" + code, packed, offset)
+        offset += struct.calcsize("=" + code)
+    assert offset == len(packed)
+    return found
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("order", ["contiguous", "swapped", "gaps"])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize(
-    ("batch", "heads_q", "heads_kv", "head_dim", "head_dim_v"),
-    [
-        ((), 8, 8, 64, 64),
-        ((2,), 8, 2, 128, 64),
-        ((2, 3), 4, 1, 8, 16),
-        ((1,), 1, 1, 40, 40),
-        ((2, 1, 3, 2), 6, 3, 64, 24),
-    ],
-)
-def test_other_lengths(
-    batch: tuple[int, ...],
-    heads_q: int,
-    heads_kv: int,
-    head_dim: int,
-    head_dim_v: int,
-    dtype: Any,
-    order: str,
-    options: Any,
-) -> None:
-    def arrays(n: int, m: int) -> tuple[Any, Any, Any]:
-        q = _array((*batch, heads_q, n, head_dim), dtype, order)
-        return q, *(_array((*batch, heads_kv, m, d), dtype, order) for d in (head_dim, head_dim_v))
-
-    lengths = [(1, 1), (1, 70), (3, 500), (40, 41), (100, 100), (129, 1000), (2000, 17), (4096, 4096)]
-    lengths += [(1, 2000), (2, 100_000), (3, 99_999)]
-    planned = [_planned(*arrays(n, m), options) for n, m in lengths]
-    reused = 0
-    for form, _ in planned:
-        if not launch._varies_by_length(form.problem, form.plan):
-            continue
-        for (n, m), (_, expected) in zip(lengths, planned, strict=True):
-            found = form.launch(*arrays(n, m))
-            if found is None:
-                continue
-            reused += 1
-            assert found._parts == expected._parts
-            assert str(found) == str(expected)
-            assert found._split == expected._split
-            for name in ("_out", "_lse"):
-                ours, theirs = getattr(found, name), getattr(expected, name)
-                assert (ours is None) == (theirs is None)
-                if ours is not None:
-                    assert (ours.shape, ours.dtype, ours.strides) == (theirs.shape, theirs.dtype, theirs.strides)
-    assert reused >= len(lengths)
-
-
-def test_a_form_refuses_what_it_does_not_cover() -> None:
-    q = _array((2, 4, 100, 64), np.float32, "contiguous")
-    form, _ = _planned(q, q, q, {})
-    assert form.launch(q, q, q) is not None
-    short = _array((2, 4, 90, 64), np.float32, "contiguous")
-    assert form.launch(q, q, short) is None, "k and v of different lengths"
-    assert form.launch(q[..., ::-1], q, q) is None, "another feature stride"
-    assert form.launch(q[:, :, :0], q, q) is None, "no queries"
-    odd = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (4 * 66 * 400, 4 * 66 * 100, 4 * 66, 4))
-    assert form.launch(odd, q, q) is None, "rows on no 16-byte boundary"
-    axes = _array((2, 1, 2, 1, 1, 4, 100, 64), np.float32, "contiguous")
-    merged, _ = _planned(axes, axes, axes, {})
-    assert not launch._varies_by_length(merged.problem, merged.plan), "leading axes that merge"
-    every_second = _array((2, 4, 100, 128), np.float32, "contiguous")[..., ::2]
-    slow, _ = _planned(every_second, every_second, every_second, {})
-    assert not launch._varies_by_length(slow.problem, slow.plan), "loads that aligned arrays would not need"
-    one_row = _array((1, 1, 1, 4), np.float32, "contiguous")
-    by_chance, _ = _planned(one_row, one_row, one_row, {"out_dtype": np.float16})
-    assert not launch._varies_by_length(by_chance.problem, by_chance.plan), "result aligned for one row only"
-    broadcast = cupy.ndarray((2, 4, 100, 64), np.float32, q.data, (0, 4 * 64 * 100, 4 * 64, 4))
-    problem, _ = describe_attention(broadcast, q, q)
-    assert not launch._varies_by_length(problem, form.plan)
+@pytest.mark.parametrize("batch", [(), (2,), (2, 3), (2, 1, 3, 2)])
+def test_arguments_are_those_of_the_arrays(batch: tuple[int, ...], order: str) -> None:
+    """By name, whatever was packed before: what is remembered must not hold lengths."""
+    for n, m in ((1, 1), (3, 500), (129, 1000), (2000, 17), (1, 2000), (2000, 17)):
+        q, k = (_array((*batch, heads, length, 64), np.float16, order) for heads, length in ((8, n), (2, m)))
+        mask = _array((*batch, 1, 1, m), np.bool_, "contiguous")
+        slopes = _array((8,), np.float32, "contiguous")
+        found = _launch(q, k, k, mask=mask, alibi_slopes=slopes, scale=n, window=(m, None))
+        (((blocks,), packed, offsets),) = found._parts
+        fields = _fields(packed)
+        assert blocks == found.plan.num_blocks and offsets is None
+        assert (fields["seqlen_q"], fields["seqlen_k"], fields["query_offset_value"]) == ((n,), (m,), (m - n,))
+        assert fields["k_strides"] == (0,) * (4 - len(batch)) + k.strides
+        assert fields["mask_strides"][-1] == (m > 1) and fields["mask_strides"][4:6] == (0, 0)
+        assert fields["alibi_slopes_strides"] == (0, 0, 0, 0, 4, 0, 0) and fields["alibi_slopes_dtype"] == (3,)
+        assert fields["bias_strides"] == fields["sinks_strides"] == (0,) * 7 and fields["sinks_dtype"] == (0,)
+        shape = [length for length, _ in zip(fields["batch_shape"][::2], range(4), strict=True)]
+        assert shape == [1] * (4 - len(batch)) + list(batch)
+        assert (fields["scale"], fields["window_left"]) == ((n,), (m,)) and fields["group_size"][0] == 4
+        assert fields["num_splits"][0] == found.plan.num_splits
+        tiles = fields["num_m_blocks"][0] * fields["head_tiles"][0] * fields["num_batches"][0]
+        assert tiles * found.plan.num_splits == blocks
 
 
 def _pointers(arguments: tuple[Any, ...], count: int) -> list[int]:
@@ -146,17 +95,18 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     """The forward kernel writes into the workspace, from its first boundary on; the second one reads from there."""
     launched: list[tuple[str, tuple[int, ...], list[int]]] = []
 
-    def kernel_function(plan: Any, device_id: int) -> Any:
+    def kernel_function(program: Any, device_id: int) -> Any:
         def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
-            launched.append((plan.kernel, grid, _pointers(arguments, 5 if plan.kernel != "combine" else 4)))
+            launched.append((program.kernel, grid, _pointers(arguments, 4 if program.kernel == "merge" else 5)))
 
         return function
 
-    monkeypatch.setattr(launch.compile_module, "kernel_function", kernel_function)
+    for module in (launch, workspace):
+        monkeypatch.setattr(module, "kernel_function", kernel_function)
     q, k = _array((2, 4, 1, 64), np.float16, "contiguous"), _array((2, 4, 9000, 64), np.float16, "contiguous")
-    form, split_call = _planned(q, k, k, {"return_lse": True})
-    form.get_device = lambda: 0
-    plan = form.plan
+    split_call = _launch(q, k, k, return_lse=True)
+    split_call._get_device = lambda: 0
+    plan = split_call.plan
     assert plan.num_splits > 1
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, plan.workspace + 64, None, 0), 3)
     scratch = cupy.ndarray((plan.workspace + 13,), np.uint8, memory)
@@ -165,7 +115,7 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     at, partial_lse = (1 << 45) + 16, (1 << 45) + 16 + plan.num_splits * 2 * 4 * 64 * 4
     (first, grid, pointers), (second, _, joined) = launched
     assert (first, grid, pointers) == (plan.kernel, (plan.num_blocks,), [1, 2, 3, at, partial_lse])
-    assert (second, joined) == ("combine", [at, partial_lse, 400, 500])
+    assert (second, joined) == ("merge", [at, partial_lse, 400, 500])
 
     pointers = [q.data.ptr, k.data.ptr, k.data.ptr, 0, 0] + [0] * 7
     assert not split_call.takes(scratch, pointers), "not known yet how far the arrays reach"
@@ -197,8 +147,7 @@ numbers.Real.register(_Changing)
 def problems(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What calls compute, with empty caches and without a GPU."""
     monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "_forms", {})
-    monkeypatch.setattr(launch.Launch, "run", lambda self, *_: self.form.problem)
+    monkeypatch.setattr(launch.Launch, "run", lambda self, *_: self._problem)
     q = _array((2, 4, 100, 64), np.float16, "contiguous")
     tokens, lengths = _array((300, 4, 64), np.float16, "contiguous"), cupy.ndarray((4,), np.int32, q.data + (1 << 39))
 
@@ -214,18 +163,18 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("option", "field", "build"),
     [
-        ("window", "window_left", lambda x: (x, 0)),
-        ("window", "window_right", lambda x: [0, x]),
-        ("scale", "scale", lambda x: x),
-        ("softcap", "softcap", lambda x: x),
+        ("window", lambda problem: problem.window_left, lambda x: (x, 0)),
+        ("window", lambda problem: problem.window_right, lambda x: [0, x]),
+        ("scale", lambda problem: problem.scale, lambda x: x),
+        ("softcap", lambda problem: problem.traits.softcap, lambda x: x),
     ],
 )
-def test_options_that_change_are_read_again(op: str, option: str, field: str, build: Any, problems: Any) -> None:
+def test_options_that_change_are_read_again(op: str, option: str, field: Any, build: Any, problems: Any) -> None:
     changing = _Changing()
     for value in (3, 5):
         changing.value = value
-        assert getattr(problems(op, **{option: build(changing)}), field) == value
-    assert getattr(problems(op, **{option: build(3)}), field) == 3
+        assert field(problems(op, **{option: build(changing)})) == value
+    assert field(problems(op, **{option: build(3)})) == 3
 
 
 EQUAL = (
@@ -270,18 +219,18 @@ def test_usual_options_are_described_once(problems: Any, monkeypatch: pytest.Mon
 
 
 def test_a_signal_handler_may_need_the_kernel_that_is_being_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = make_plan(describe_attention(*[np.ones((2, 5, 8), np.float32)] * 3)[0], device_of(90), AUTOMATIC)
-    monkeypatch.undo()
-    monkeypatch.setattr(launch.compile_module, "_functions", {})
+    problem, _ = describe_attention(*[np.ones((2, 5, 8), np.float32)] * 3)
+    program = make_plan(problem, device_of(90), AUTOMATIC).program
+    monkeypatch.setattr(compile_module, "_functions", {})
     calls: list[Any] = []
 
-    def build(plan: Any, device_id: int) -> str:
+    def build(program: Any, device_id: int) -> str:
         calls.append(None)
-        return "compiled" if len(calls) > 1 else launch.compile_module.kernel_function(plan, device_id)
+        return "compiled" if len(calls) > 1 else compile_module.kernel_function(program, device_id)
 
-    monkeypatch.setattr(launch.compile_module, "_build", build)
+    monkeypatch.setattr(compile_module, "_build", build)
     found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(launch.compile_module.kernel_function(plan, 99)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(compile_module.kernel_function(program, 99)), daemon=True)
     thread.start()
     thread.join(10)
     assert found == ["compiled"]

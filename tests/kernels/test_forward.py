@@ -56,8 +56,8 @@ def _compile_all() -> None:
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
         problem = describe(case, dtype)
-        if spec.refusal(problem, device) is None:
-            kernel_function(make_plan(problem, device, Settings(spec.name, "", False)), 0)
+        if spec.refusal(problem.traits, device) is None:
+            kernel_function(make_plan(problem, device, Settings(spec.name, "", False)).program, 0)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [pool.submit(compile_one, spec, case, dtype) for spec in KERNELS for case in CASES for dtype in DTYPES]
@@ -73,7 +73,7 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
     import cupy
 
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(describe(case, dtype), device_info(0)) is None:
+        if spec.refusal(describe(case, dtype).traits, device_info(0)) is None:
             _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, dtype, cupy)
@@ -86,7 +86,7 @@ def test_tf32(spec: KernelSpec, case: Case) -> None:
     import cupy
 
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(describe(case, "float32"), device_info(0)) is None:
+        if spec.refusal(describe(case, "float32").traits, device_info(0)) is None:
             _assert_right_twice(case, "float32", cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, "float32", cupy)
@@ -104,11 +104,11 @@ def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
     import cupy
 
     problem, device = describe(case, dtype), device_info(0)
-    if spec.refusal(problem, device) is not None:
+    if spec.refusal(problem.traits, device) is not None:
         with cuflash.options(kernel=spec.name):
             _assert_refused(case, dtype, cupy)
         return
-    names = list(dict.fromkeys(map(str, spec.tiles(problem, device))))
+    names = list(dict.fromkeys(map(str, spec.tiles(problem.traits, device))))
     assert len(names) >= 3
     for name in {*names[:3], names[-1]}:
         with cuflash.options(kernel=spec.name, tile=name):

@@ -100,7 +100,7 @@ def alibi_with_few_registers(emulator: Emulator, **options: Any) -> None:
 
 def alibi_scales(emulator: Emulator) -> None:
     """Scales that no unit of logits can have."""
-    for scale in (0, 1e-35, -0.3):
+    for scale in (0, 1e-35, -0.3, 1e8):
         alibi(emulator, scale=scale)
 
 

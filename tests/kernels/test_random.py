@@ -204,7 +204,7 @@ def packed_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
 
 @st.composite
 def alike_calls(draw: Callable[[Any], Any]) -> Call:
-    """Draw a call of `attention` that often has the form of an earlier one, with other lengths or strides."""
+    """Draw a call of `attention` that often differs from an earlier one in lengths or strides alone."""
     batch = draw(st.sampled_from(((), (2,), (1, 3), (1, 1, 2, 1, 1))))
     seqlen_q, seqlen_k = draw(SEQLENS), draw(SEQLENS)
     shapes = {"q": (*batch, 4, seqlen_q, 64), "k": (*batch, 2, seqlen_k, 64), "v": (*batch, 2, seqlen_k, 64)}

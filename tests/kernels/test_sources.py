@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.gpu import combine, params
+from cuflash.gpu import arguments, merge
 from cuflash.gpu.compile import (
     Resources,
     compile_offline,
@@ -22,7 +22,7 @@ from cuflash.gpu.compile import (
     source_digest,
     source_folder,
 )
-from cuflash.plan.plan import Plan, make_plan
+from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.problem.problem import Problem, describe_attention, describe_varlen
@@ -114,7 +114,7 @@ def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
     return {
         name: make_plan(problem, device, Settings(spec.name, "", False))
         for name, problem in representative_problems(tensor_cores=spec.rounds_weights).items()
-        if spec.refusal(problem, device) is None
+        if spec.refusal(problem.traits, device) is None
     }
 
 
@@ -131,13 +131,13 @@ def _check(name: str, resources: Resources) -> None:
 
 
 def _layout_checks(plan: Plan) -> str:
-    """For the compiler to confirm: every field offset that params.py packs, and the size that the table plans with."""
+    """For the compiler to confirm: the offset of each field that is packed, and the size that the table plans with."""
     offset, checks = 0, []
-    for name, code in params.FIELDS:
+    for name, code in arguments.FIELDS:
         checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
-    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {params.SIZE}, "size");')
-    checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {plan.shared_memory}, "shared memory");')
+    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {arguments.SIZE}, "size");')
+    checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {plan.program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
 
 
@@ -157,7 +157,7 @@ def test_compiles_without_spills_and_as_laid_out(
     assert plans
 
     def compiled(plan: Plan) -> Resources:
-        return compile_offline(plan.kernel, plan.macros, f"sm_{capability}", _layout_checks(plan))
+        return compile_offline(plan.program, f"sm_{capability}", _layout_checks(plan))
 
     with ThreadPoolExecutor(2) as pool:
         for name, resources in zip(plans, pool.map(compiled, plans.values()), strict=True):
@@ -203,7 +203,7 @@ def test_compiles_for_sm_70(spec: KernelSpec) -> None:
 
 def _compile_with(nvrtc: ctypes.CDLL, plan: Plan) -> Resources:
     program = ctypes.c_void_p()
-    text = entry_text(plan.kernel, plan.macros).encode()
+    text = entry_text(plan.program).encode()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"entry.cu", 0, None, None) == 0
     options = [option.encode() for option in (*compiler_options(), "-ftz=true", "-arch=sm_70", "--ptxas-options=-v")]
     status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
@@ -217,31 +217,34 @@ def _compile_with(nvrtc: ctypes.CDLL, plan: Plan) -> Resources:
 
 
 @pytest.mark.parametrize("stacked", [True, False])
-def test_struct_layout_of_combine(stacked: bool) -> None:
+def test_struct_layout_of_merge(stacked: bool) -> None:
     offset, checks = 0, []
-    for name, code in combine.fields(stacked):
-        checks.append(f'static_assert(__builtin_offsetof(cuflash::CombineParams, {name}) == {offset}, "{name}");')
+    for name, code in merge.fields(stacked):
+        checks.append(f'static_assert(__builtin_offsetof(cuflash::MergeParams, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
-    checks.append(f'static_assert(sizeof(cuflash::CombineParams) == {offset}, "size");')
+    checks.append(f'static_assert(sizeof(cuflash::MergeParams) == {offset}, "size");')
     assert offset <= 4096, "more than every driver takes"
-    for macro, value in (("kMaxParts", 1 if stacked else combine.MAX_PARTS), ("kThreads", combine.NUM_THREADS)):
+    for macro, value in (("kMaxParts", 1 if stacked else merge.MAX_PARTS), ("kThreads", merge.NUM_THREADS)):
         checks.append(f'static_assert(cuflash::{macro} == {value}, "{macro}");')
-    compile_offline("combine", (("STACKED", int(stacked)),), "sm_90", "\n".join([*checks, ""]))
+    program = Program("merge", (("STACKED", int(stacked)),), 0)
+    compile_offline(program, "sm_90", "\n".join([*checks, ""]))
 
 
 def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    pointers = bytearray(8 * len(params.POINTERS))
-    params.pack_pointers_into(pointers, 0, *range(1, 13))
-    packed = bytes(pointers) + params.pack_problem_lengths(problem, plan, 0) + params.pack_form(problem, plan)
-    assert len(packed) == params.SIZE
+    pointers = bytearray(arguments.POINTERS_SIZE)
+    arguments.pack_pointers_into(pointers, 0, *range(1, 13))
+    packed = bytes(pointers) + arguments.pack_values(problem, plan)
+    assert len(packed) == arguments.SIZE
     fields, offset = {}, 0
-    for name, code in params.FIELDS:
+    for name, code in arguments.FIELDS:
         fields[name] = list(struct.unpack_from("=" + code, packed, offset))
         offset += struct.calcsize("=" + code)
-    assert fields["scale"] == [0.25] and fields["window_left"] == [5] and fields["window_right"] == [params.OPEN_WINDOW]
+    assert (
+        fields["scale"] == [0.25] and fields["window_left"] == [5] and fields["window_right"] == [arguments.OPEN_WINDOW]
+    )
     assert fields["num_splits"] == [1, 1 << 63] and fields["out_split_stride"] == fields["lse_split_stride"] == [0]
     assert fields["seqlen_q"] == [100] and fields["head_tiles"] == [4, 1 << 61] and fields["head_dim"] == [64]
     assert fields["batch_shape"] == [1, 1 << 63] * 3 + [2, 1 << 62]
@@ -250,14 +253,14 @@ def test_struct_is_packed_in_order() -> None:
 def test_entry_text_is_self_contained_and_named() -> None:
     x = _info((2, 4, 100, 64), "float16")
     plan = make_plan(describe_attention(x, x, x)[0], device_of(90), Settings("", "", False))
-    text = entry_text(plan.kernel, plan.macros)
+    text = entry_text(plan.program)
     assert text.startswith(f"// cuflash {plan.kernel} | dtype=float16") and source_digest() in text
     assert "#define CUFLASH_HEAD_DIM 64\n" in text and text.endswith(f'#include "{plan.kernel}.cu"\n')
 
 
 @pytest.mark.parametrize("source", sorted(path.name for path in source_folder().glob("*.cu")))
 def test_each_source_compiles_with_its_defaults(source: str) -> None:
-    compile_offline(source.removesuffix(".cu"), (), "sm_80")
+    compile_offline(Program(source.removesuffix(".cu"), (), 0), "sm_80")
 
 
 def test_every_source_belongs_to_a_row() -> None:

@@ -15,6 +15,7 @@ import pytest
 import cuflash
 import cuflash.plan.plan
 from cuflash import attention, attention_varlen, explain, options, warmup
+from cuflash.gpu import installed
 from cuflash.gpu.compile import compile_offline, source_digest
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, device_of
@@ -66,7 +67,7 @@ def test_numpy_arrays() -> None:
 def test_numpy_arrays_of_varlen() -> None:
     x = zeros(9, 2, 8)
     explanation = explain(attention_varlen, x, x, x, np.array([0, 4, 9]))
-    assert explanation.kernel == "cpu" and explanation.problem.op == "attention_varlen"
+    assert explanation.kernel == "cpu" and explanation.problem.traits.op == "attention_varlen"
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -80,7 +81,7 @@ def test_a_device_that_is_not_here(capability: int, make: Callable[..., Any]) ->
     assert (explanation.device, explanation.plan) == (device, plan)
     assert (explanation.kernel, explanation.tile) == (plan.kernel, str(plan.tile))
     assert (explanation.num_blocks, explanation.num_threads) == (plan.num_blocks, plan.tile.num_threads)
-    assert (explanation.shared_memory, explanation.workspace) == (plan.shared_memory, plan.workspace)
+    assert (explanation.shared_memory, explanation.workspace) == (plan.program.shared_memory, plan.workspace)
     assert (explanation.registers, explanation.spill_bytes) == (None, None)
     text = str(explanation)
     for part in (
@@ -88,7 +89,7 @@ def test_a_device_that_is_not_here(capability: int, make: Callable[..., Any]) ->
         f"sm_{capability}",
         f"{plan.tile} (rows x keys), {plan.tile.num_threads} threads",
         f"{plan.num_blocks} blocks",
-        f"{plan.shared_memory} of {device.shared_memory_per_block} bytes",
+        f"{plan.program.shared_memory} of {device.shared_memory_per_block} bytes",
         f"unknown (no NVRTC here that compiles for sm_{capability})",
         "workspace      0 bytes",
     ):
@@ -130,7 +131,7 @@ def test_varlen_stand_ins() -> None:
     x = StandIn((100, 4, 64))
     explanation = explain(attention_varlen, x, x, x, StandIn((4,), np.int32), causal=True, device=90)
     assert explanation.problem.batch == (3,) and explanation.plan is not None
-    assert dict(explanation.plan.macros)["VARLEN"] == 1
+    assert dict(explanation.plan.program.macros)["VARLEN"] == 1
 
 
 @pytest.mark.usefixtures("no_compiler")
@@ -139,8 +140,7 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     narrow = last._replace(name="narrow", dtypes=("float16",))
     narrower = narrow._replace(name="narrower", max_head_dim=32)
     monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrower, narrow, last))
-    monkeypatch.setattr(cuflash.plan.plan, "_choices", {})
-    monkeypatch.setattr(cuflash.plan.plan, "_specs", {})
+    monkeypatch.setattr(cuflash.plan.plan, "_builds", {})
     x = StandIn((4, 5, 64), np.float32)
     explanation = explain(attention, x, x, x, device=90)
     assert explanation.kernel == last.name
@@ -173,7 +173,7 @@ def test_registers_come_from_the_compiler(capability: int) -> None:
     x = StandIn((4, 500, 64), np.float32)
     explanation = explain(attention, x, x, x, device=capability)
     assert explanation.plan is not None
-    resources = compile_offline(explanation.kernel, explanation.plan.macros, f"sm_{capability}")
+    resources = compile_offline(explanation.plan.program, f"sm_{capability}")
     assert (explanation.registers, explanation.spill_bytes) == (resources.registers, resources.spill_bytes)
     assert 16 <= resources.registers <= 255
     assert f"{resources.registers} per thread, {resources.spill_bytes} bytes spilled" in str(explanation)
@@ -361,10 +361,10 @@ def test_warmup_compiles_once_and_allocates_nothing(monkeypatch: pytest.MonkeyPa
     assert len(built) == 1
     few, many = StandIn((1, 8, 1, 64), np.float32), StandIn((1, 8, 99999, 64), np.float32)
     warmup(attention, few, many, many)
-    assert [plan.kernel for plan in built[2:]] == ["combine"], "splits are joined by a kernel of their own"
+    assert [plan.kernel for plan in built[2:]] == ["merge"], "splits are joined by a kernel of their own"
 
 
 def test_gpu_available_survives_a_broken_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "driver_installed", lambda: True)
+    monkeypatch.setattr(installed, "driver_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert explain_module.gpu_available() is False
+    assert installed.gpu_available() is False

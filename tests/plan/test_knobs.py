@@ -204,10 +204,9 @@ def test_positional_options_are_refused() -> None:
 
 def in_a_new_process(code: str, **environment: str) -> str:
     """What a program prints, or the last line of its error."""
-    python_path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(
         [sys.executable, "-c", "import numpy as np, cuflash\nx = np.ones((2, 5, 8), np.float32)\n" + code],
-        env={**os.environ, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": "", **environment},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
     )
@@ -270,8 +269,8 @@ def test_every_tile_can_be_chosen() -> None:
     for capability in (61, 75, 80, 90, 120):
         for spec in KERNELS:
             problem, device = describe_attention(x, x, x)[0], device_of(capability)
-            if spec.refusal(problem, device) is None:
-                for tile in spec.tiles(problem, device):
+            if spec.refusal(problem.traits, device) is None:
+                for tile in spec.tiles(problem.traits, device):
                     with cuflash.options(kernel=spec.name, tile=str(tile)):
                         assert make_plan(problem, device, settings()).tile.block_m == tile.block_m
 
@@ -333,7 +332,7 @@ def test_results_do_not_depend_on_num_threads(monkeypatch: pytest.MonkeyPatch, r
 
 def test_dump_writes_what_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = make_plan(describe_attention(X, X, X)[0], device_of(90), AUTOMATIC)
-    text = entry_text(plan.kernel, plan.macros)
+    text = entry_text(plan.program)
     dump(plan.kernel, text)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv("CUFLASH_DUMP", str(tmp_path / "new" / "folder"))

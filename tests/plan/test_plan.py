@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash.plan.plan
-from cuflash.gpu.params import BATCH_AXES, FIELDS, POINTERS, pack_problem_lengths
-from cuflash.plan.plan import Plan, make_plan, refusals
-from cuflash.plan.table import FEATURES, KERNELS, Device, device_of, kernel_names, used_features
+from cuflash.gpu.arguments import LENGTHS, STRIDES, pack_values
+from cuflash.plan.features import FEATURES, used_features
+from cuflash.plan.plan import BATCH_AXES, Plan, make_plan, refusals
+from cuflash.plan.table import KERNELS, Device, device_of, kernel_names
 from cuflash.plan.tiles import SHARED_MEMORY_KB
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
-from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.problem.problem import Problem, Traits, describe_attention, describe_varlen
 from cuflash.settings import AUTOMATIC, Settings
 
 DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]
@@ -123,20 +124,20 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
-bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
+bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
 float32 D=64, forward_scalar, 64x64/128, grid 4096, 69792 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, forward_scalar, 128x64/256, grid 2048, 202912 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168096 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_mma, 128x64x2/256, grid 2048, 228688 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 228688 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, forward_scalar, 64x64/256, grid 4096, 118944 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, forward_scalar, 32x64/256, grid 8192, 150688 B, batch 0:4, D 256/256, align 16, x1
-float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209168 B, batch 0:4, D 512/512, align 16, x1
-bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209168 B, batch 0:4, D 512/512, align 16, x1
+float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
+bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 float32 D=512, forward_scalar, 64x64/256, grid 4096, 184480 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512, forward_scalar, 32x32/256, grid 8192, 174240 B, batch 0:4, D 512/512, align 16, x1
 float32 D=1, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 4, x3
@@ -151,74 +152,74 @@ float32 D=257, forward_scalar, 64x64/256, grid 4096, 135328 B, batch 0:4, D 320/
 float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39072 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 80, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 80, forward_scalar, 32x32/64, grid 8192, 39072 B, batch 0:4, D 128/128, align 16, x4
 float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
 float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
-float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25184 B, batch 0:4, D 16/16, align 2, x3
-float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25184 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37472 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74336 B, batch 0:4, D 80/80, align 16, x2
-float16 D=96, forward_mma, 128x64x2/128, grid 2048, 86624 B, batch 0:4, D 96/96, align 16, x2
+float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
+float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
+float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
+float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74720 B, batch 0:4, D 80/80, align 16, x2
+float16 D=96, forward_mma, 128x64x2/128, grid 2048, 87008 B, batch 0:4, D 96/96, align 16, x2
 float16 D=112, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2
-float16 D=160, forward_mma, 128x64x2/256, grid 2048, 154960 B, batch 0:4, D 160/160, align 16, x1
-float16 D=192, forward_mma, 128x64x2/256, grid 2048, 179536 B, batch 0:4, D 192/192, align 16, x1
-float16 D=64 on 70, forward_wmma, 64x64/128, grid 4096, 46528 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 75, forward_wmma, 64x32/128, grid 4096, 29120 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 86, forward_mma, 128x32x2/128, grid 2048, 43552 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 120, forward_mma, 128x32x2/128, grid 2048, 43552 B, batch 0:4, D 64/64, align 16, x2
-float16 D=128 on 70, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x2
+float16 D=160, forward_mma, 128x64x2/256, grid 2048, 155856 B, batch 0:4, D 160/160, align 16, x1
+float16 D=192, forward_mma, 128x64x2/256, grid 2048, 180432 B, batch 0:4, D 192/192, align 16, x1
+float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 86, forward_mma, 128x64x2/256, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 120, forward_mma, 128x64x2/256, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x1
+float16 D=128 on 70, forward_wmma, 128x32/256, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x1
 float16 D=128 on 75, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x1
 float16 D=128 on 80, forward_mma, 128x32x2/128, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x2
-float16 D=128 on 86, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1
-float16 D=128 on 120, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 86, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1
 float16 D=256 on 70, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 75, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 256/256, align 16, x1
-float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 152912 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 153808 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 86, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 120, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
 tf32 D=64, forward_wmma, 128x32/128, grid 2048, 73920 B, batch 0:4, D 64/64, align 16, x2
-tf32 D=128, forward_wmma, 64x32/128, grid 4096, 78784 B, batch 0:4, D 128/128, align 16, x2
+tf32 D=128, forward_wmma, 128x32/256, grid 2048, 123072 B, batch 0:4, D 128/128, align 16, x1
 tf32 D=256, forward_wmma, 64x16/128, grid 4096, 106688 B, batch 0:4, D 256/256, align 16, x2
 float16 D=512 on 75, forward_scalar, 16x32/64, grid 16384, 52896 B, batch 0:4, D 512/512, align 16, x1
 float16 D=512 on 80, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 512/512, align 16, x1
 float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 512/512, align 16, x1
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
-bfloat16 D=64 on 75, forward_scalar, 32x64/128, grid 8192, 52384 B, batch 0:4, D 64/64, align 16, x1
+bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
 D=192 Dv=128, forward_mma, 128x32x2/128, grid 512, 101280 B, batch 0:4, D 192/128, align 16, x2
 D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 68512 B, batch 0:4, D 64/128, align 16, x2
-D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160288 B, batch 0:4, D 256/64, align 16, x1
+D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160736 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
 GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA 7 rows, forward_mma, 128x64x2/128, grid 128, splits 8, 111584 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
-MHA, one query, forward_mma, 16x64x2/32, grid 768, splits 3, 75296 B, batch 0:8, D 128/128, align 16, x3
-digits, forward_scalar, 16x64/128, grid 152, splits 4, 43680 B, D 64/16, align 4, x3
-no queries, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
-no keys, forward_mma, 16x64x2/32, grid 8, 40480 B, batch 0:2, D 64/64, align 16, x5
-no batch, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:0, D 64/64, align 16, x5
-no heads, forward_mma, 16x64x2/32, grid 0, 40480 B, batch 0:2, D 64/64, align 16, x5
-(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 62048 B, batch 0:4, D 64/64, align 16, x2
-three batch axes, forward_mma, 128x64x2/128, grid 120, 62048 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
-batch of q broadcast, forward_mma, 64x64x2/128, grid 72, 49696 B, batch 0:9, D 64/64, align 16, x3
-six batch axes, forward_scalar, 16x32/64, grid 36, 24224 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x6
-unaligned rows, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 1, x3
-unaligned address, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 2, x3
-D=68 of float16, forward_mma, 64x64x2/128, grid 16, 59936 B, batch 0:2, D 80/80, align 2, x3
-every second feature, forward_mma, 64x64x2/128, grid 16, 49696 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
-bias mask, forward_mma, 64x64x2/128, grid 128, 49696 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
+MQA 7 rows, forward_mma, 64x64x2/128, grid 256, splits 8, 90848 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_mma, 32x64x2/64, grid 256, 80480 B, batch 0:8, D 128/128, align 16, x2
+digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
+no queries, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:2, D 64/64, align 16, x3
+no keys, forward_mma, 64x64x2/128, grid 8, 49888 B, batch 0:2, D 64/64, align 16, x3
+no batch, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:0, D 64/64, align 16, x3
+no heads, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:2, D 64/64, align 16, x3
+(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 62432 B, batch 0:4, D 64/64, align 16, x2
+three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
+batch of q broadcast, forward_mma, 64x64x2/128, grid 72, 49888 B, batch 0:9, D 64/64, align 16, x3
+six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
+unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
+unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
+D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
+every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
+softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
+bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
-mask on 120, forward_mma, 128x32x2/256, grid 2048, 76256 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2
-out_dtype, forward_mma, 128x64x2/128, grid 2048, 62048 B, batch 0:4, D 64/64, align 16, x2, out=float32
-varlen, forward_mma, 128x64x2/128, grid 1184, 62048 B, D 64/64, align 16, x2, varlen
-varlen, GQA, short, forward_mma, 32x64x2/64, grid 1616, 43552 B, heads 4 of 4, D 64/64, align 16, x5, varlen
+mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
+sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
+out_dtype, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, out=float32
+varlen, forward_mma, 128x64x2/128, grid 1184, 62432 B, D 64/64, align 16, x2, varlen
+varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, varlen
-varlen, no sequences, forward_scalar, 16x64/128, grid 8, 43680 B, D 64/64, align 16, x3, varlen
+varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, varlen
 """
 
 
@@ -228,7 +229,7 @@ def axes(pairs: tuple[tuple[int, int], ...]) -> str:
 
 def row(name: str, problem: Problem, capability: int) -> str:
     plan = make_plan(problem, device_of(capability), AUTOMATIC)
-    macros = dict(plan.macros)
+    macros = dict(plan.program.macros)
     chosen = [name.lower() for name in ("MASK", "SOFTCAP", "VARLEN") if macros[name]]
     if macros["BIAS_DTYPE"]:
         chosen.append(f"bias={macros['BIAS_DTYPE']}")
@@ -240,7 +241,7 @@ def row(name: str, problem: Problem, capability: int) -> str:
         f"{plan.tile}/{plan.tile.num_threads}",
         f"grid {plan.num_blocks}",
         f"splits {plan.num_splits}" if plan.num_splits > 1 else "",
-        f"{plan.shared_memory} B",
+        f"{plan.program.shared_memory} B",
         f"heads {plan.packed_heads} of {plan.group_size}" if plan.group_size > 1 else "",
         f"batch {axes(plan.batch_axes)}" if plan.batch_axes else "",
         f"outer {axes(plan.outer_axes)}" if plan.outer_axes else "",
@@ -262,9 +263,9 @@ def test_golden_table() -> None:
     assert table().splitlines() == GOLDEN.splitlines()
 
 
-def problems_of_every_width() -> Iterator[Problem]:
+def traits_of_every_width() -> Iterator[Traits]:
     for dtype in FLOAT_NAMES:
-        like = square(dtype, 64)
+        like = square(dtype, 64).traits
         for head_dim in range(1, 513):
             yield like._replace(head_dim=head_dim, head_dim_v=head_dim)
         ends = [head_dim for head_dim in range(1, 513) if bucket(head_dim) != bucket(head_dim + 1)]
@@ -277,18 +278,14 @@ def bucket(head_dim: int) -> int:
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.arch)
-@pytest.mark.parametrize("queries", [1, 4096])
-def test_every_width_has_a_tile_that_fits(device: Device, queries: int) -> None:
+def test_every_width_has_a_tile_that_fits(device: Device) -> None:
     spec = KERNELS[-1]
-    for problem in problems_of_every_width():
-        problem = problem._replace(seqlen_q=queries)
-        tiles = spec.tiles(problem, device)
-        assert tiles, f"{problem} on {device.arch}"
+    for traits in traits_of_every_width():
+        tiles = spec.tiles(traits, device)
+        assert tiles, f"{traits} on {device.arch}"
         for tile in tiles:
-            assert spec.shared_memory(problem, tile) <= device.shared_memory_per_block, (
-                f"{problem} {tile} {device.arch}"
-            )
-            assert tile.num_threads % 32 == 0 and spec.min_blocks(problem, tile, device) >= 1
+            assert spec.shared_memory(traits, tile) <= device.shared_memory_per_block, f"{traits} {tile} {device.arch}"
+            assert tile.num_threads % 32 == 0 and spec.min_blocks(traits, tile, device) >= 1
 
 
 @pytest.mark.parametrize("head_dim", [1, 512])
@@ -304,12 +301,12 @@ def test_the_last_row_takes_everything() -> None:
     assert last.features == FEATURES and last.dtypes == FLOAT_NAMES
     for device in DEVICES:
         for name, problem, _ in CASES:
-            assert last.refusal(problem, device) is None, f"{name} on {device.arch}"
+            assert last.refusal(problem.traits, device) is None, f"{name} on {device.arch}"
 
 
 def offsets(problem: Problem, walked: tuple[tuple[int, int], ...]) -> list[tuple[int, ...]]:
     """Where every operand stands for every index of some leading axes."""
-    operands = [x for x in problem if isinstance(x, Operand)]
+    operands = [x for x in problem.operands if x is not None]
     return sorted(
         tuple(sum(i * x.strides[axis] for i, (axis, _) in zip(index, walked, strict=True)) for x in operands)
         for index in itertools.product(*(range(length) for _, length in walked))
@@ -370,7 +367,7 @@ def test_axes_merge_where_strides_allow(problem: Problem, outer: Any, batch: Any
 
 
 def alignment(problem: Problem) -> Any:
-    return dict(make_plan(problem, H200, AUTOMATIC).macros)["ALIGNMENT"]
+    return dict(make_plan(problem, H200, AUTOMATIC).program.macros)["ALIGNMENT"]
 
 
 @pytest.mark.parametrize("dtype", FLOAT_NAMES)
@@ -430,7 +427,7 @@ def test_build_key_holds_no_lengths() -> None:
             dense(swapped((batch, heads, length, 64)), query_offset=length),
         )
     ]
-    assert len({plan.macros for plan in plans}) == len({(plan.tile, plan.num_splits > 1) for plan in plans})
+    assert len({plan.program.macros for plan in plans}) == len({(plan.tile, plan.num_splits > 1) for plan in plans})
 
 
 @pytest.mark.parametrize(
@@ -445,15 +442,15 @@ def test_build_key_holds_no_lengths() -> None:
     ids=lambda options: "-".join(f"{name}-{getattr(x, 'dtype', x)}" for name, x in options.items()),
 )
 def test_build_key_holds_what_changes_the_code(options: dict[str, Any]) -> None:
-    plain = make_plan(square("float16", 64), H200, AUTOMATIC).macros
-    assert make_plan(square("float16", 64, **options), H200, AUTOMATIC).macros != plain
+    plain = make_plan(square("float16", 64), H200, AUTOMATIC).program.macros
+    assert make_plan(square("float16", 64, **options), H200, AUTOMATIC).program.macros != plain
 
 
 @pytest.mark.parametrize("name", [name for name in kernel_names() if name != "cpu"])
 def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     (spec,) = [spec for spec in KERNELS if spec.name == name]
-    problem = next(p for p in (square("float32", 64), square("float16", 64)) if spec.refusal(p, H200) is None)
-    tiles = spec.tiles(problem, H200)
+    problem = next(p for p in (square("float32", 64), square("float16", 64)) if spec.refusal(p.traits, H200) is None)
+    tiles = spec.tiles(problem.traits, H200)
     for tile in dict.fromkeys(map(str, tiles)):
         plan = make_plan(problem, H200, Settings(name, tile, False))
         assert (plan.kernel, str(plan.tile)) == (name, tile)
@@ -476,8 +473,8 @@ def test_settings_that_are_refused(settings: Settings, words: str) -> None:
 
 def test_tile_that_does_not_fit_is_refused() -> None:
     wide, small = square("float64", 512), device_of(61)
-    too_large = str(KERNELS[-1].tiles(square("float64", 16), H200)[0])
-    assert too_large not in map(str, KERNELS[-1].tiles(wide, small))
+    too_large = str(KERNELS[-1].tiles(square("float64", 16).traits, H200)[0])
+    assert too_large not in map(str, KERNELS[-1].tiles(wide.traits, small))
     with pytest.raises(ValueError, match=f"tile '{too_large}' cannot serve this call"):
         make_plan(wide, small, Settings("", too_large, False))
 
@@ -489,7 +486,7 @@ narrow = KERNELS[-1]._replace(
     features=frozenset({"window"}),
     min_compute_capability=80,
     max_head_dim=128,
-    tiles=lambda problem, device: [] if problem.head_dim_v == 1 else KERNELS[-1].tiles(problem, device),
+    tiles=lambda traits, device: [] if traits.head_dim_v == 1 else KERNELS[-1].tiles(traits, device),
 )
 
 
@@ -515,10 +512,9 @@ def test_rows_refuse_with_a_sentence(
     make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrow, KERNELS[-1]))
-    monkeypatch.setattr(cuflash.plan.plan, "_choices", {})
-    monkeypatch.setattr(cuflash.plan.plan, "_specs", {})
+    monkeypatch.setattr(cuflash.plan.plan, "_builds", {})
     problem, device = make(), device_of(capability)
-    (name, reason), *others = refusals(problem, device)
+    (name, reason), *others = refusals(problem.traits, device)
     assert name == "narrow" and all(other is None for _, other in others)
     if words is None:
         assert reason is None and make_plan(problem, device, AUTOMATIC).kernel == "narrow"
@@ -547,25 +543,25 @@ def test_rows_refuse_with_a_sentence(
     ],
 )
 def test_wmma_refuses_with_a_sentence(problem: Problem, capability: int, words: str | None) -> None:
-    reason = wmma.refusal(problem, device_of(capability))
+    reason = wmma.refusal(problem.traits, device_of(capability))
     assert reason is None if words is None else reason is not None and reason.startswith(words)
 
 
 @pytest.mark.parametrize("capability", [capability for capability in SHARED_MEMORY_KB if capability >= 70])
 def test_wmma_has_tiles_for_every_width(capability: int) -> None:
     device = device_of(capability)
-    for like in (square("float16", 64), square("float32", 64, precision="tf32")):
+    for like in (square("float16", 64).traits, square("float32", 64, precision="tf32").traits):
         if wmma.refusal(like, device) is not None:
             continue
         for head_dim, head_dim_v in itertools.product((1, 16, 17, 64, 80, 96, 97, 128, 160, 192, 224, 256), repeat=2):
-            problem = like._replace(head_dim=head_dim, head_dim_v=head_dim_v)
-            tiles = wmma.tiles(problem, device)
+            traits = like._replace(head_dim=head_dim, head_dim_v=head_dim_v)
+            tiles = wmma.tiles(traits, device)
             wanted = 2 if like.dtype == "float32" else 3  # 99 KB hold no third for wide float32
-            assert len({str(tile) for tile in tiles}) >= wanted, f"{problem} on {device.arch}"
+            assert len({str(tile) for tile in tiles}) >= wanted, f"{traits} on {device.arch}"
             assert tiles[-1].block_m == 16 or any(tile.block_m == 16 for tile in tiles)
             for tile in tiles:
-                assert wmma.shared_memory(problem, tile) <= device.shared_memory_per_block
-                assert 1 <= wmma.min_blocks(problem, tile, device) <= 16
+                assert wmma.shared_memory(traits, tile) <= device.shared_memory_per_block
+                assert 1 <= wmma.min_blocks(traits, tile, device) <= 16
 
 
 def test_features_are_named_as_the_arguments_are() -> None:
@@ -581,11 +577,11 @@ def test_features_are_named_as_the_arguments_are() -> None:
         "out_dtype": "float32",
     }
     assert set(options) == FEATURES
-    assert used_features(dense(x)) == []
-    assert used_features(dense(x, **options)) == list(options)
+    assert used_features(dense(x).traits) == []
+    assert used_features(dense(x, **options).traits) == list(options)
     for name, option in options.items():
-        assert used_features(dense(x, **{name: option})) == [name]
-    assert used_features(dense(x, causal=True)) == ["window"]
+        assert used_features(dense(x, **{name: option}).traits) == [name]
+    assert used_features(dense(x, causal=True).traits) == ["window"]
 
 
 def test_devices_by_number() -> None:
@@ -599,19 +595,6 @@ def test_blocks_are_counted_without_overflow() -> None:
     huge = dense(gpu((2**20, 64, 2**20, 64)), gpu((2**20, 64, 1, 64)))
     plan = make_plan(huge, H200, AUTOMATIC)
     assert plan.num_blocks == 2**46 // plan.tile.block_m
-
-
-def test_tiles_of_few_keys_rows_and_heads() -> None:
-    def plan_of(head_dim: int, length: int, heads: int, **options: Any) -> Plan:
-        return make_plan(square("float16", head_dim, length, heads, 1, **options), H200, AUTOMATIC)
-
-    few_keys = make_plan(dense(gpu((4, 16, 4096, 64)), gpu((4, 16, 77, 64))), H200, AUTOMATIC)
-    assert few_keys.tile.block_n == 32, "three quarters of two wide tiles would be computed for nothing"
-    assert make_plan(dense(gpu((4, 16, 4096, 64)), gpu((4, 16, 120, 64))), H200, AUTOMATIC).tile.block_n == 64
-    few_heads = plan_of(64, 512, 8)
-    assert few_heads.tile.block_m == 64 and few_heads.num_splits == 1
-    assert plan_of(256, 512, 256, causal=True).tile.block_m == 64
-    assert plan_of(256, 512, 256).tile.block_m == plan_of(256, 4096, 256, causal=True).tile.block_m == 128
 
 
 def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -629,8 +612,8 @@ def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def _heads_continue(problem: Problem) -> bool:
     """The field of the kernel's arguments."""
     plan = make_plan(problem, H200, AUTOMATIC)
-    packed = pack_problem_lengths(problem, plan, 0)
-    before = itertools.takewhile(lambda field: field[0] != "heads_continue", FIELDS[len(POINTERS) :])
+    packed = pack_values(problem, plan)
+    before = itertools.takewhile(lambda field: field[0] != "heads_continue", (*STRIDES, *LENGTHS))
     return bool(struct.unpack_from("=q", packed, struct.calcsize("=" + "".join(code for _, code in before)))[0])
 
 
@@ -669,10 +652,10 @@ def test_heads_of_a_group_share_a_tile_when_queries_are_few(group: int) -> None:
     kv = gpu((2, 2, 500, 64))
     few = make_plan(dense(gpu((2, 2 * group, 3, 64)), kv), H200, AUTOMATIC)
     assert few.packed_heads == few.group_size == group
-    assert few.num_blocks == 2 * 2 * -(-3 * group // few.tile.block_m)
+    assert few.num_blocks == 2 * 2 * -(-3 * group // few.tile.block_m) * few.num_splits
     many = make_plan(dense(gpu((2, 2 * group, 5000, 64)), kv), H200, AUTOMATIC)
     assert (many.packed_heads, many.group_size) == (1, group)
-    assert many.num_blocks == 2 * 2 * group * -(-5000 // many.tile.block_m)
+    assert many.num_blocks == 2 * 2 * group * -(-5000 // many.tile.block_m) * many.num_splits
 
 
 def test_plan_is_plain_data_and_prints_as_one_line() -> None:
@@ -681,7 +664,7 @@ def test_plan_is_plain_data_and_prints_as_one_line() -> None:
     tile = plan.tile
     assert str(plan) == (
         f"{plan.kernel} tile {tile.block_m}x{tile.block_n}, {tile.num_threads} threads, "
-        f"{plan.num_blocks} blocks, {plan.shared_memory} bytes of shared memory"
+        f"{plan.num_blocks} blocks, {plan.program.shared_memory} bytes of shared memory"
     )
 
 
@@ -691,39 +674,14 @@ def test_stand_ins_of_numpy_dtypes_agree() -> None:
     assert sizes == ITEMSIZE
 
 
-def test_packed_sequences_of_unknown_length_take_tall_tiles() -> None:
-    long = packed(2, 16384, 16, 16, 256, "float16", causal=True)
-    assert make_plan(long, H200, AUTOMATIC).tile.block_m == 128, "low tiles are for few keys"
-
-
 def test_heads_beyond_32_bits_are_counted_by_batch() -> None:
     assert not _heads_continue(dense(gpu((2**31, 1, 1, 8), "float16")))
-
-
-@pytest.mark.parametrize(
-    ("shape_q", "shape_k", "tile", "num_threads"),
-    [
-        ((32, 12, 77, 128), (32, 12, 4096, 128), "128x64x2", 128),
-        ((32, 12, 64, 128), (32, 12, 4096, 128), "64x64x2", 128),
-        ((1, 8, 512, 256), None, "32x64x2", 128),
-        ((1, 8, 512, 128), None, "64x64x2", 128),
-        ((2, 8, 4096, 160), (2, 8, 77, 160), "64x32", 128),
-        ((2, 8, 4096, 160), (2, 8, 512, 160), "128x64x2", 256),
-    ],
-    ids=["rows-77", "rows-64", "few-rows-wide", "few-rows", "few-keys-wide", "keys-wide"],
-)
-def test_tiles_by_what_they_are_worth(
-    shape_q: tuple[int, ...], shape_k: tuple[int, ...] | None, tile: str, num_threads: int
-) -> None:
-    """No two tiles where one is as high; low ones where the output is wide, and rows or keys are few."""
-    plan = make_plan(dense(gpu(shape_q), gpu(shape_k) if shape_k else None), H200, AUTOMATIC)
-    assert (plan.kernel, str(plan.tile), plan.tile.num_threads) == ("forward_mma", tile, num_threads)
 
 
 @pytest.mark.parametrize("capability", [86, 90])
 @pytest.mark.parametrize("head_dim", [64, 128, 192, 512])
 def test_a_name_is_that_of_one_tile(head_dim: int, capability: int) -> None:
-    names = [str(tile) for tile in KERNELS[0].tiles(square("float16", head_dim), device_of(capability))]
+    names = [str(tile) for tile in KERNELS[0].tiles(square("float16", head_dim).traits, device_of(capability))]
     assert len(names) == len(set(names))
 
 
@@ -737,7 +695,7 @@ def test_degree_of_softcap_is_of_the_build() -> None:
 
     def degrees(kernel: str, **options: Any) -> list[Any]:
         problems = (square("float16", 64, softcap=softcap, **options) for softcap in (None, 5, 30, 256.5, 1e-21))
-        return [dict(make_plan(x, H200, Settings(kernel, "", False)).macros)["SOFTCAP"] for x in problems]
+        return [dict(make_plan(x, H200, Settings(kernel, "", False)).program.macros)["SOFTCAP"] for x in problems]
 
     assert degrees("forward_mma") == [0, 5, 3, 1, 1]
     assert degrees("forward_mma", mask=gpu((4096,), "bool")) == [0, 5, 5, 1, 1]

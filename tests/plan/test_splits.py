@@ -10,26 +10,15 @@ import pytest
 from cases import CASES_BY_NAME, DTYPES
 from emulator.emulator import Emulator, compiler
 from emulator.test_kernels import assert_right, dtypes, rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.compile import compile_offline
 from cuflash.plan import plan
-from cuflash.plan.pace import ENOUGH_FASTER, Walk, pace_of, times_by_splits
+from cuflash.plan.cost import Choice
+from cuflash.plan.partial import partial_of, partial_results
 from cuflash.plan.plan import make_plan, refusals
-from cuflash.plan.splits import (
-    FAST_ENOUGH,
-    MAX_SPLITS,
-    MIN_KEYS_PER_PACED_SPLIT,
-    MIN_KEYS_PER_SPLIT,
-    choose_splits,
-    partial_results,
-    split_strides,
-    visible_keys,
-)
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.problem.problem import Problem
@@ -38,100 +27,6 @@ from cuflash.testing import check, describe, make_data, run
 from plan.test_plan import H200, dense, gpu, packed, square
 
 emulated = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "resident", "num_keys", "block_n", "expected"),
-    [
-        (1, 132, 511, 64, 1),  # keys are few
-        (1, 132, 512, 64, 2),
-        (1, 132, 512, 256, 1),  # a split has two tiles at least
-        (1, 132, 1024, 256, 2),
-        (132, 132, 2**20, 64, 1),  # blocks are enough
-        (113, 132, 2**20, 64, 1),  # nearly
-        (112, 132, 2**20, 64, 7),
-        (200, 132, 2**20, 64, 1),
-        (66, 132, 2**20, 64, 2),
-        (0, 132, 2**20, 64, 1),
-        (1, 0, 2**20, 64, 1),  # a kernel without splits
-        (1, 132, 2**30, 64, 109),
-        (1, 1000, 2**30, 64, 109),
-        (1, 132, 64 * 430, 64, 86),  # 107 would have as many tiles at most
-        (66, 264, 64 * 100, 64, 4),  # 25 tiles each, 34 with three splits
-    ],
-)
-def test_choice(num_blocks: int, resident: int, num_keys: int, block_n: int, expected: int) -> None:
-    walk = Walk(num_blocks, -(-num_keys // block_n), 1.0, 132, resident)
-    assert choose_splits(walk, num_keys, 512, None) == expected
-    assert choose_splits(walk, num_keys, num_keys + 1, None) == 1  # keys are too few
-
-
-@settings(max_examples=500, deadline=None)
-@given(st.integers(1, 2000), st.integers(1, 1500), st.integers(0, 10**6), st.sampled_from([16, 32, 64, 128]))
-def test_choice_is_the_fewest_that_is_good_enough(num_blocks: int, resident: int, num_keys: int, block_n: int) -> None:
-    def time(splits: int) -> int:
-        return -(-num_blocks * splits // resident) * -(-num_tiles // splits)
-
-    num_tiles = -(-num_keys // block_n)
-    splits = choose_splits(Walk(num_blocks, num_tiles, 1.0, 132, resident), num_keys, 0, None)
-    allowed = range(1, max(1, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_SPLIT, num_tiles // 2)) + 1)
-    assert splits in allowed
-    if num_blocks >= resident or len(allowed) == 1:
-        assert splits == 1
-        return
-    fewest = next(s for s in allowed if FAST_ENOUGH * time(s) <= min(map(time, allowed)))
-    assert -(-num_tiles // splits) == -(-num_tiles // fewest) and splits <= fewest
-    assert splits == 1 or (splits - 1) * -(-num_tiles // splits) < num_tiles, "a split without a tile"
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.sampled_from([64, 128]), st.integers(1, 300), st.integers(0, 10**5), st.floats(0.3, 1),
-    st.sampled_from([132, 264]),
-)  # fmt: skip
-def test_choice_by_pace(block_m: int, num_blocks: int, num_keys: int, average: float, resident: int) -> None:
-    """The fewest splits that take hardly longer than the best number; none where one wave of blocks is full."""
-    walk = Walk(num_blocks, -(-num_keys // 64), average, 132, resident)
-    pace = pace_of(square("float16", 128), block_m, 64, num_blocks * block_m, resident > 132)
-    splits = choose_splits(walk, num_keys, 512, pace)
-    assert 1 <= splits <= max(1, num_keys // MIN_KEYS_PER_PACED_SPLIT)
-    if num_keys < 512 or num_blocks >= resident:
-        assert splits == 1
-        return
-    times = times_by_splits(walk, pace, min(MAX_SPLITS, num_keys // MIN_KEYS_PER_PACED_SPLIT))
-    assert ENOUGH_FASTER * times[splits - 1] <= min(times)
-    assert all(ENOUGH_FASTER * time > min(times) for time in times[: splits - 1])
-
-
-def test_pace() -> None:
-    """A low tile takes more than half of a tall one's time; two on a multiprocessor less than twice that of one."""
-    tall, low = (pace_of(square("float16", 128), rows, 64, 4096, share=True) for rows in (128, 64))
-    assert low.alone < tall.alone < 2 * low.alone and low.shared < tall.shared < 2 * low.shared
-    assert all(pace.alone < pace.shared < 2 * pace.alone for pace in (tall, low))
-    assert pace_of(square("float16", 128), 128, 32, 4096, share=True).alone == tall.alone / 2
-    assert pace_of(square("float16", 128), 64, 64, 4096, share=False).shared == low.alone
-    assert pace_of(square("float16", 128), 16, 64, 4096, share=True) is None
-    assert tall.partial == pytest.approx(0.65 * 4096 * 128 * 4 / 1e6)
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 40), st.none() | st.integers(0, 40),
-    st.integers(-70, 70), st.integers(1, 64),
-)  # fmt: skip
-def test_visible_keys_are_bounds(n: int, m: int, left: Any, right: Any, offset: int, num_queries: int) -> None:
-    problem = dense(gpu((1, n, 8)), gpu((1, m, 8)), window=(left, right))
-    position, key = offset + np.arange(n)[:, np.newaxis], np.arange(m)
-    visible = np.ones((n, m), bool)
-    if left is not None:
-        visible &= key >= position - left
-    if right is not None:
-        visible &= key <= position + right
-    seen = max((int(visible[i : i + num_queries].any(0).sum()) for i in range(n)), default=0)
-    for known in (offset, None):
-        keys = visible_keys(problem, n, m, known, num_queries)
-        assert seen <= keys.most <= m and 0 <= keys.average <= 1
-        assert n == 0 or visible.sum(1).mean() <= keys.average * keys.most + 1e-9
 
 
 def decode(batch: int = 1, heads: int = 8, keys: int = 65536, **options: Any) -> Problem:
@@ -145,38 +40,30 @@ def test_plans() -> None:
     assert few.workspace == few.num_splits * 8 * (128 + 3) * 4
     assert str(few).endswith(
         f"{few.num_blocks} blocks ({few.num_splits} splits, {few.workspace} bytes of workspace), "
-        f"{few.shared_memory} bytes of shared memory"
+        f"{few.program.shared_memory} bytes of shared memory"
     )
-    assert dict(few.macros)["OUT_DTYPE"] == "CUFLASH_FLOAT32"
-    assert make_plan(decode(window=(300, 0)), H200, AUTOMATIC).num_splits == 1
-    assert make_plan(decode(keys=400), H200, AUTOMATIC).num_splits == 1
+    assert dict(few.program.macros)["OUT_DTYPE"] == "CUFLASH_FLOAT32"
     doubles = dense(gpu((1, 64), "float64"), gpu((9999, 64), "float64"), out_dtype="float16")
-    assert dict(make_plan(doubles, H200, AUTOMATIC).macros)["OUT_DTYPE"] == "CUFLASH_FLOAT64"
+    assert dict(make_plan(doubles, H200, AUTOMATIC).program.macros)["OUT_DTYPE"] == "CUFLASH_FLOAT64"
     assert make_plan(packed(1, 8000, 8, 8, 64, "float16", window=(4000, 0)), H200, AUTOMATIC).num_splits == 1
     assert make_plan(packed(1, 1, 8, 8, 64, "float16")._replace(seqlen_k=99999), H200, AUTOMATIC).num_splits == 1
-    tall = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 9999, 64))), H200, AUTOMATIC)
-    assert tall.tile.block_m == 128 and tall.num_splits > 1, "rather tall tiles than ones that read the keys often"
-    fewer_keys = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 1024, 64))), H200, AUTOMATIC)
-    assert fewer_keys.tile.block_m == 64 and fewer_keys.num_splits > 1, "parts of tall tiles would be too few"
-    short = make_plan(dense(gpu((1, 8, 256, 64)), gpu((1, 8, 500, 64))), H200, AUTOMATIC)
-    assert short.tile.block_m == 64 and short.num_splits == 1
 
 
 def test_rows_that_cannot_write_partial_results_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KERNELS[-1]._replace(name="narrow", features=KERNELS[-1].features - {"out_dtype"})
     monkeypatch.setattr(plan, "KERNELS", (row,))
-    monkeypatch.setattr(plan, "_choices", {})
-    monkeypatch.setattr(plan, "_specs", {})
-    assert refusals(decode(), H200) == [("narrow", None)]
+    monkeypatch.setattr(plan, "_builds", {})
+    assert refusals(decode().traits, H200) == [("narrow", None)]
     assert make_plan(decode(), H200, AUTOMATIC).num_splits == 1
 
 
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
     partial = partial_results(problem)
-    assert partial.lse is not None and (partial.out_dtype, partial.out.dtype, partial.lse.dtype) == ("float32",) * 3
-    assert split_strides(problem) == (3 * 8 * 128 * 4, 3 * 8 * 3 * 4)
-    assert partial.out.strides == (8 * 512, 512, 512, 4) and partial.lse.strides == (96, 12, 12, 4)
+    out, lse = partial.operands.out, partial.operands.lse
+    assert lse is not None and (partial.traits.out_dtype, out.dtype, lse.dtype) == ("float32",) * 3
+    assert partial_of(problem).strides == (3 * 8 * 128 * 4, 3 * 8 * 3 * 4)
+    assert out.strides == (8 * 512, 512, 512, 4) and lse.strides == (96, 12, 12, 4)
 
 
 SPLIT_CASES = [
@@ -255,7 +142,7 @@ def _fake_cupy(*, capturing: bool) -> Any:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_memory(swapped: bool) -> None:
     problem = dense(gpu((2, 3, 5, 16))) if not swapped else dense(gpu((2, 3, 5, 16), strides=(480, 32, 96, 2)))
-    result = workspace.Result((2, 3, 5, 16), problem.out)
+    result = workspace.Result((2, 3, 5, 16), problem.operands.out)
     cupy = _fake_cupy(capturing=False)
     out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
     assert not np.shares_memory(out, scratch) and address % 16 == 0 and scratch.size == 100
@@ -269,7 +156,7 @@ def test_memory(swapped: bool) -> None:
         memory = memory.base
     assert memory.nbytes == 2 * 3 * 5 * 16 * 2 + 100, "one allocation, which the result keeps"
     assert out.ctypes.data + 960 <= address and address + 100 <= memory.ctypes.data + memory.nbytes
-    assert out.strides == problem.out.strides
+    assert out.strides == problem.operands.out.strides
     with pytest.raises(ValueError, match="workspace is None, expected a uint8 array of 100 bytes: out is given"):
         workspace.allocate_with_workspace(cupy, result, out, 100, None)
 
@@ -280,7 +167,7 @@ def test_explain_names_splits_and_workspace() -> None:
     explanation = cuflash.explain(cuflash.attention, x, k, k, device=90)
     assert explanation.plan is not None and explanation.workspace == explanation.plan.workspace > 0
     text = str(explanation)
-    assert f"{explanation.plan.num_splits} splits of the keys for each tile, joined by a second kernel" in text
+    assert f"{explanation.plan.num_splits} splits of the keys for each tile, merged by a second kernel" in text
     assert f"workspace      {explanation.workspace} bytes" in text
 
 
@@ -290,9 +177,9 @@ def test_kernels_that_join_compile_without_spills(capability: int) -> None:
     for dtype in DTYPES:
         for width in (16, 64, 128, 512) if capability == 80 else (128,):
             problem = dense(gpu((2, 4, 1, 64), dtype), v=gpu((2, 4, 1, width), dtype))
-            build = workspace.combination_of(problem, 4).build
-            for macros in (build.macros, (*build.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
-                resources = compile_offline(build.kernel, macros, device_of(capability).arch)
+            program = workspace.merge_of_splits(problem, 4).program
+            for macros in (program.macros, (*program.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
+                resources = compile_offline(program._replace(macros=macros), device_of(capability).arch)
                 assert resources.spill_bytes == 0 and resources.registers <= 168, (dtype, width, resources)
                 assert resources.stack_bytes == 0 or dict(macros)["ALIGNMENT"] == 1
 
@@ -326,11 +213,11 @@ def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: 
     import cupy
 
     case = CASES_BY_NAME[name]
-    if spec.refusal(describe(case, dtype), launch.device_info(0)) is not None:
+    if spec.refusal(describe(case, dtype).traits, launch.device_info(0)) is not None:
         pytest.skip(f"{spec.name} refuses")
-    monkeypatch.setattr(plan, "choose_splits", lambda *args: 2 + len(name) % 4)
+    monkeypatch.setattr(plan, "cheapest", lambda *args: Choice(1.0, 0, 2 + len(name) % 4))
+    monkeypatch.setattr(plan, "_builds", {})
     monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(launch, "_forms", {})
     data = make_data(case, dtype)
     with cuflash.options(kernel=spec.name):
         first, second = run(case, data, cupy), run(case, data, cupy)

@@ -14,7 +14,7 @@ import pytest
 import cuflash
 from cuflash.problem.arrays import DTYPES, HOST, contiguous_strides
 from cuflash.problem.checks import FLOAT32_MAX, FLOAT32_TINY
-from cuflash.problem.problem import Operand, Problem, describe_attention, describe_varlen
+from cuflash.problem.problem import Operand, Operands, Problem, Traits, describe_attention, describe_varlen
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -40,61 +40,83 @@ def varlen(**changes: Any) -> Problem:
 
 def test_dense_defaults() -> None:
     assert dense() == Problem(
-        op="attention",
-        dtype="float32",
-        out_dtype="float32",
-        lse_dtype="float32",
+        traits=Traits(
+            op="attention",
+            dtype="float32",
+            out_dtype="float32",
+            precision="ieee",
+            head_dim=8,
+            head_dim_v=6,
+            softcap=0.0,
+            window=False,
+            bias="",
+            mask=False,
+            alibi_slopes=False,
+            sinks=False,
+            query_offset=False,
+            input_alignment=4,
+            result_alignment=4,
+        ),
         batch=(2,),
         num_heads_q=4,
         num_heads_kv=2,
         seqlen_q=5,
         seqlen_k=7,
-        head_dim=8,
-        head_dim_v=6,
         window_left=None,
         window_right=None,
         query_offset=2,
         bottom_right=True,
         scale=8**-0.5,
-        softcap=0.0,
-        precision="ieee",
-        q=Operand("float32", (640, 160, 32, 4), 16),
-        k=Operand("float32", (448, 224, 32, 4), 16),
-        v=Operand("float32", (336, 168, 24, 4), 8),
-        out=Operand("float32", (480, 120, 24, 4), 8),
-        lse=None,
-        bias=None,
-        mask=None,
-        alibi_slopes=None,
-        sinks=None,
-        query_offsets=None,
-        cu_seqlens_q=None,
-        cu_seqlens_k=None,
+        operands=Operands(
+            q=Operand("float32", (640, 160, 32, 4), 16),
+            k=Operand("float32", (448, 224, 32, 4), 16),
+            v=Operand("float32", (336, 168, 24, 4), 8),
+            out=Operand("float32", (480, 120, 24, 4), 8),
+        ),
         is_2d=False,
     )
 
 
 def test_varlen_defaults() -> None:
-    assert varlen() == dense()._replace(
-        op="attention_varlen",
+    defaults = dense()
+    assert varlen() == defaults._replace(
+        traits=defaults.traits._replace(op="attention_varlen"),
         batch=(3,),
         seqlen_q=9,
         seqlen_k=11,
         query_offset=None,
-        q=Operand("float32", (128, 32, 4), 16),
-        k=Operand("float32", (64, 32, 4), 16),
-        v=Operand("float32", (48, 24, 4), 8),
-        out=Operand("float32", (96, 24, 4), 8),
-        cu_seqlens_q=Operand("int64", (8,), 16),
-        cu_seqlens_k=Operand("int32", (4,), 16),
+        operands=Operands(
+            q=Operand("float32", (128, 32, 4), 16),
+            k=Operand("float32", (64, 32, 4), 16),
+            v=Operand("float32", (48, 24, 4), 8),
+            out=Operand("float32", (96, 24, 4), 8),
+            cu_seqlens_q=Operand("int64", (8,), 16),
+            cu_seqlens_k=Operand("int32", (4,), 16),
+        ),
     )
+
+
+def test_traits_hold_what_a_build_may_depend_on() -> None:
+    """Options show in the traits, lengths, strides and other values do not."""
+    arrays = {"bias": zeros(5, 7, dtype=np.float64), "mask": zeros(7, dtype=bool), "alibi_slopes": zeros(4)}
+    everything = dense(**arrays, sinks=zeros(4), softcap=30, window=(3, 0), query_offset=np.zeros(2, int)).traits
+    assert (everything.bias, everything.softcap) == ("float64", 30.0)
+    flags = everything.mask, everything.alibi_slopes, everything.sinks, everything.window, everything.query_offset
+    assert all(flags) and everything.num_arrays == everything.num_terms == 2
+    longer = dense(q=zeros(3, 4, 50, 8), k=zeros(3, 2, 70, 8), v=zeros(3, 2, 70, 6), scale=3)
+    assert longer.traits == dense().traits
+    assert dense(window=(None, None)).traits == dense().traits != dense(causal=True).traits
+    wide = describe_attention(*(zeros(2, 9, 8) for _ in range(3)), out_dtype=np.float16)[0].traits
+    assert (wide.input_alignment, wide.result_alignment, wide.alignment, wide.lse_dtype) == (16, 16, 16, "float32")
+    narrow = describe_attention(*(zeros(2, 9, 8) for _ in range(3)), out=zeros(2, 9, 16)[..., ::2])[0].traits
+    assert (narrow.input_alignment, narrow.result_alignment, narrow.alignment) == (16, 4, 4)
 
 
 def test_varlen_uses_the_queries_boundaries_for_the_keys() -> None:
     x = zeros(9, 2, 8)
     problem, infos = describe_varlen(x, x, x, np.array([0, 9]))
     assert infos["cu_seqlens_k"] == infos["cu_seqlens_q"]
-    assert problem.cu_seqlens_k == problem.cu_seqlens_q
+    assert problem.operands.cu_seqlens_k == problem.operands.cu_seqlens_q
     assert problem.batch == (1,)
 
 
@@ -142,7 +164,7 @@ def test_largest_scale(dtype: str, most: float) -> None:
 )
 def test_softcap(softcap: Any, dtype: Any, expected: float) -> None:
     arrays = {name: zeros(2, 3, dtype=dtype) for name in "qkv"}
-    found = describe_attention(**arrays, softcap=softcap)[0].softcap
+    found = describe_attention(**arrays, softcap=softcap)[0].traits.softcap
     assert found == expected and type(found) is float
 
 
@@ -175,7 +197,7 @@ def test_precision(
     if describe is dense:
         arrays = {"q": zeros(5, 8), "k": zeros(7, 8), "v": zeros(7, 6)}
     arrays = {name: x.astype(dtype) for name, x in arrays.items()}
-    assert describe(**arrays, precision=precision).precision == expected
+    assert describe(**arrays, precision=precision).traits.precision == expected
 
 
 @pytest.mark.parametrize(
@@ -213,7 +235,7 @@ def test_causal_window_and_offset(
 ) -> None:
     problem = dense(**options)
     assert (problem.window_left, problem.window_right, problem.query_offset) == (left, right, offset)
-    assert problem.query_offsets is None
+    assert problem.operands.query_offset is None
     if "query_offset" not in options:
         packed = varlen(**options)
         assert (packed.window_left, packed.window_right) == (left, right)
@@ -222,12 +244,12 @@ def test_causal_window_and_offset(
 
 def test_query_offset_is_an_array() -> None:
     problem = dense(query_offset=np.array([3, 4], np.uint16), causal=True)
-    assert (problem.query_offset, problem.query_offsets) == (None, Operand("uint16", (2,), 16))
-    assert dense(query_offset=np.array(3)).query_offsets == Operand("int64", (0,), 16)
-    assert dense(query_offset=np.array([3])).query_offsets == Operand("int64", (0,), 16)
+    assert (problem.query_offset, problem.operands.query_offset) == (None, Operand("uint16", (2,), 16))
+    assert dense(query_offset=np.array(3)).operands.query_offset == Operand("int64", (0,), 16)
+    assert dense(query_offset=np.array([3])).operands.query_offset == Operand("int64", (0,), 16)
     assert describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), query_offset=np.array(3))[
         0
-    ].query_offsets == Operand("int64", (), 16)
+    ].operands.query_offset == Operand("int64", (), 16)
 
 
 def test_query_offset_may_stand_beyond_the_keys() -> None:
@@ -239,8 +261,8 @@ def test_dtypes(dtype: str) -> None:
     arrays = {name: zeros(3, 8, dtype=DTYPES[dtype]) for name in "qkv"}
     problem = describe_attention(**arrays, return_lse=True)[0]
     lse = "float64" if dtype == "float64" else "float32"
-    assert (problem.dtype, problem.out_dtype, problem.lse_dtype) == (dtype, dtype, lse)
-    assert problem.lse is not None and problem.lse.dtype == lse
+    assert (problem.traits.dtype, problem.traits.out_dtype, problem.traits.lse_dtype) == (dtype, dtype, lse)
+    assert problem.operands.lse is not None and problem.operands.lse.dtype == lse
 
 
 @pytest.mark.parametrize("describe", [dense, varlen])
@@ -260,16 +282,16 @@ def test_out_dtype(describe: Callable[..., Problem], out_dtype: Any, name: str) 
     shape = (2, 4, 5, 6) if describe is dense else (9, 4, 6)
     out = zeros(*shape, dtype=DTYPES[name])
     plain = describe(out_dtype=out_dtype)
-    assert plain.out_dtype == plain.out.dtype == name
-    assert plain.out.strides == out.strides
+    assert plain.traits.out_dtype == plain.operands.out.dtype == name
+    assert plain.operands.out.strides == out.strides
     assert describe(out=out) == describe(out=out, out_dtype=out_dtype) == plain
 
 
 def test_lse_implies_the_tuple() -> None:
-    assert dense().lse is None
+    assert dense().operands.lse is None
     assert (
-        dense(return_lse=True).lse
-        == dense(lse=zeros(2, 4, 5), return_lse=False).lse
+        dense(return_lse=True).operands.lse
+        == dense(lse=zeros(2, 4, 5), return_lse=False).operands.lse
         == Operand("float32", (80, 20, 4), 4)
     )
 
@@ -278,47 +300,47 @@ def test_given_results_keep_their_strides() -> None:
     memory = zeros(2, 5, 4, 12)
     out, lse = memory.swapaxes(1, 2)[..., ::-2], zeros(5, 4, 6).T[::-3]
     problem = dense(out=out, lse=lse)
-    assert problem.out == Operand("float32", out.strides, 4)
+    assert problem.operands.out == Operand("float32", out.strides, 4)
     assert out.strides == (960, 48, 192, -8)
-    assert problem.lse is not None and problem.lse.strides == lse.strides
+    assert problem.operands.lse is not None and problem.operands.lse.strides == lse.strides
 
 
 def test_batch_broadcasts_like_matmul() -> None:
     q, k, v = zeros(3, 1, 4, 5, 8), zeros(2, 2, 7, 8), zeros(1, 1, 1, 2, 7, 6)
     problem = dense(q=q, k=k, v=v, bias=zeros(3, 1, 1, 5, 1), mask=zeros(7, dtype=bool))
     assert problem.batch == (1, 3, 2)
-    assert problem.q.strides == (0, q.strides[0], 0, *q.strides[2:])
-    assert problem.k.strides == (0, 0, *k.strides)
-    assert problem.v.strides == (0, 0, 0, *v.strides[3:])
-    assert problem.out.strides == contiguous_strides((1, 3, 2, 4, 5, 6), 4)
-    assert problem.bias is not None and problem.bias.strides == (0, 20, 0, 0, 4, 0)
-    assert problem.mask is not None and problem.mask.strides == (0, 0, 0, 0, 0, 1)
+    assert problem.operands.q.strides == (0, q.strides[0], 0, *q.strides[2:])
+    assert problem.operands.k.strides == (0, 0, *k.strides)
+    assert problem.operands.v.strides == (0, 0, 0, *v.strides[3:])
+    assert problem.operands.out.strides == contiguous_strides((1, 3, 2, 4, 5, 6), 4)
+    assert problem.operands.bias is not None and problem.operands.bias.strides == (0, 20, 0, 0, 4, 0)
+    assert problem.operands.mask is not None and problem.operands.mask.strides == (0, 0, 0, 0, 0, 1)
 
 
 def test_2d_is_one_head() -> None:
     problem = describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), lse=zeros(5), out=zeros(5, 6))[0]
     assert problem.is_2d and problem.batch == () and (problem.num_heads_q, problem.num_heads_kv) == (1, 1)
-    assert problem.q.strides == (0, 32, 4) and problem.out.strides == (0, 24, 4)
-    assert problem.lse is not None and problem.lse.strides == (0, 4)
+    assert problem.operands.q.strides == (0, 32, 4) and problem.operands.out.strides == (0, 24, 4)
+    assert problem.operands.lse is not None and problem.operands.lse.strides == (0, 4)
     mixed = describe_attention(zeros(5, 8), zeros(3, 1, 7, 8), zeros(7, 6))[0]
     assert not mixed.is_2d and mixed.batch == (3,)
-    assert (mixed.q.strides, mixed.k.strides) == ((0, 0, 32, 4), (224, 224, 32, 4))
+    assert (mixed.operands.q.strides, mixed.operands.k.strides) == ((0, 0, 32, 4), (224, 224, 32, 4))
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (7,), (1,), (), (5, 1)], ids=str)
 def test_2d_bias(shape: tuple[int, ...]) -> None:
     problem = describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), bias=zeros(*shape))[0]
-    assert problem.bias is not None
+    assert problem.operands.bias is not None
     expected = np.broadcast_to(zeros(*shape), (1, 5, 7)).strides
-    assert problem.bias.strides[1:] == expected[1:]
+    assert problem.operands.bias.strides[1:] == expected[1:]
 
 
 def test_options_per_head_broadcast() -> None:
     for shape, strides in (((), (0, 0)), ((4,), (0, 4)), ((1,), (0, 0)), ((2, 4), (16, 4)), ((2, 1), (4, 0))):
         problem = dense(alibi_slopes=zeros(*shape), sinks=zeros(*shape, dtype=np.float64))
-        assert problem.alibi_slopes == Operand("float32", strides, 16 if strides[0] != 4 else 4)
-        assert problem.sinks is not None and problem.sinks.dtype == "float64"
-        assert problem.sinks.strides == tuple(2 * stride for stride in strides)
+        assert problem.operands.alibi_slopes == Operand("float32", strides, 16 if strides[0] != 4 else 4)
+        assert problem.operands.sinks is not None and problem.operands.sinks.dtype == "float64"
+        assert problem.operands.sinks.strides == tuple(2 * stride for stride in strides)
 
 
 def test_negative_and_zero_strides_are_read_in_place() -> None:
@@ -326,8 +348,8 @@ def test_negative_and_zero_strides_are_read_in_place() -> None:
     q = x[::-1, :, ::-1, ::-1]
     k = np.broadcast_to(zeros(7, 8), (2, 2, 7, 8))
     problem, infos = describe_attention(q, k, k)
-    assert problem.q.strides == q.strides == (-640, 160, -32, -4)
-    assert problem.k.strides == (0, 0, 32, 4)
+    assert problem.operands.q.strides == q.strides == (-640, 160, -32, -4)
+    assert problem.operands.k.strides == (0, 0, 32, 4)
     assert infos["q"].pointer == q.__array_interface__["data"][0]
 
 
@@ -338,21 +360,21 @@ def test_alignment_holds_for_address_and_rows(start: int, step: int, alignment: 
     memory = np.zeros(4096, np.float32)
     offset = -memory.__array_interface__["data"][0] % 16 // 4
     q = memory[offset + start :][: 2 * 4 * 5 * step].reshape(2, 4, 5, step)[..., :8]
-    assert dense(q=q).q.alignment == alignment
+    assert dense(q=q).operands.q.alignment == alignment
 
 
 def test_alignment_of_bytes_that_lie_anywhere() -> None:
     memory = np.zeros(4096, np.uint8)
     offset = -memory.__array_interface__["data"][0] % 16
     q = memory[offset + 1 :][: 4 * 320].view(np.float32).reshape(2, 4, 5, 8)
-    assert dense(q=q).q.alignment == 1
+    assert dense(q=q).operands.q.alignment == 1
     rows = np.ndarray((2, 4, 5, 8), np.float32, memory, offset, (0, 0, 38, 4))
-    assert dense(q=rows).q.alignment == 2
+    assert dense(q=rows).operands.q.alignment == 2
 
 
 def test_alignment_ignores_axes_without_a_second_index() -> None:
     q = np.ndarray((1, 4, 1, 8), np.float32, np.zeros(64, np.float64), 0, (7, 32, 13, 4))
-    assert dense(q=q, k=zeros(1, 4, 7, 8), v=zeros(1, 4, 7, 8)).q.alignment == 16
+    assert dense(q=q, k=zeros(1, 4, 7, 8), v=zeros(1, 4, 7, 8)).operands.q.alignment == 16
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
@@ -360,9 +382,9 @@ def test_new_results_lie_in_memory_as_the_query_does(order: tuple[int, ...]) -> 
     shape = (2, 4, 5, 8)
     q = np.zeros([shape[axis] for axis in order], np.float32).transpose(np.argsort(order))
     problem = dense(q=q, v=zeros(2, 2, 7, 8), return_lse=True)
-    assert problem.out.strides == np.empty_like(q).strides
-    assert problem.lse is not None and problem.lse.strides == np.empty_like(q[..., 0]).strides
-    for operand, lengths in ((problem.out, shape), (problem.lse, shape[:-1])):
+    assert problem.operands.out.strides == np.empty_like(q).strides
+    assert problem.operands.lse is not None and problem.operands.lse.strides == np.empty_like(q[..., 0]).strides
+    for operand, lengths in ((problem.operands.out, shape), (problem.operands.lse, shape[:-1])):
         steps = [step for step, length in zip(operand.strides[:-1], lengths, strict=False) if length > 1]
         assert all(step % operand.alignment == 0 for step in steps)
 

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from cuflash import reference
 from cuflash.bench import cases as case_table
 from cuflash.bench import command as bench
 from cuflash.bench import device, measure
+from cuflash.bench import host as bench_host
 from cuflash.bench import overheads as bench_overheads
 from cuflash.bench import report as reports
 from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, make_inputs, visible_pairs
@@ -29,6 +31,7 @@ from cuflash.plan.table import KERNELS
 from cuflash.problem.problem import describe_attention
 
 ROOT = Path(cuflash.__file__).resolve().parent.parent
+PEERS = str(ROOT / "benchmarks" / "peers.py")
 SMALL = Case("small", "float32", 2, 4, 2, 50, 70, 16, 8, causal=True)
 SMALL_OPTIONS = ["--backend", "numpy", "--seqlen", "40", "--heads", "2", "--head-dim", "16", "--repeats", "1"]
 
@@ -86,7 +89,11 @@ def test_work_of_a_case() -> None:
 def test_every_case_is_a_valid_call() -> None:
     for case in all_cases():
         problem, _ = describe_attention(**case_table.stand_ins(case), **case.options)
-        assert (problem.dtype, problem.seqlen_k, problem.head_dim_v) == (case.dtype, case.seqlen_k, case.head_dim_v)
+        assert (problem.traits.dtype, problem.seqlen_k, problem.traits.head_dim_v) == (
+            case.dtype,
+            case.seqlen_k,
+            case.head_dim_v,
+        )
 
 
 def test_table_covers_what_it_must() -> None:
@@ -98,7 +105,8 @@ def test_table_covers_what_it_must() -> None:
     assert [case.seqlen_k for case in drift] == [1024, 8192, 65536, 262144]
     options = GROUPS["options"]
     assert any(case.window for case in options) and any(case.softcap for case in options)
-    assert any(case.bias for case in options) and any(case.heads != case.kv_heads for case in options)
+    assert any(case.bias for case in options) and any(case.alibi for case in options)
+    assert any(case.heads != case.kv_heads for case in options)
     assert {case.dtype for case in all_cases()} == set(bench.FLOAT_NAMES)
 
 
@@ -124,7 +132,7 @@ def test_quick_cases_are_few_and_small(backend: str) -> None:
 
 
 def test_inputs_repeat_and_have_the_mean_that_is_asked_for() -> None:
-    case = SMALL._replace(value_mean=1.0, value_spread=0.1, bias=True, seqlen_k=2000)
+    case = SMALL._replace(value_mean=1.0, value_spread=0.1, bias=True, alibi=True, seqlen_k=2000)
     first, second = make_inputs(case, np), make_inputs(case, np)
     assert all((a == b).all() for a, b in zip(first[1:], second[1:], strict=True))
     assert abs(first.v.mean() - 1) < 0.01 and abs(first.v.std() - 0.1) < 0.01 and abs(first.k.std() - 1) < 0.02
@@ -155,6 +163,7 @@ def test_rows_are_checked_in_parts_that_fit_memory() -> None:
     [
         SMALL,
         SMALL._replace(window=(9, 3), causal=False, softcap=2.0, bias=True),
+        SMALL._replace(alibi=True, bias=True, seqlen_q=3000),
         SMALL._replace(seqlen_q=90, seqlen_k=30),
         SMALL._replace(seqlen_q=90, seqlen_k=30, window=(5, None), bias=True),
     ],
@@ -163,7 +172,7 @@ def test_rows_are_checked_in_parts_that_fit_memory() -> None:
 def test_exact_rows_are_those_of_the_reference(case: Case) -> None:
     inputs = make_inputs(case._replace(dtype="float64"), np)
     expected, _ = reference.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
-    exact = exact_result(inputs, np)
+    exact = exact_result(inputs)
     compared = np.concatenate([expected[:, :, some] for some in sampled_rows(case)], axis=2)
     np.testing.assert_allclose(exact.values, compared, rtol=1e-12, atol=1e-15)
 
@@ -174,7 +183,7 @@ def result_of(case: Case) -> tuple[Any, np.ndarray]:
 
 
 def verdict_on(inputs: Any, out: Any, xp: Any = np) -> Verdict:
-    return check(exact_result(inputs, xp), out, xp)
+    return check(exact_result(inputs), out, xp)
 
 
 @pytest.mark.parametrize("dtype", bench.FLOAT_NAMES)
@@ -290,7 +299,7 @@ def test_inputs_that_do_not_fit_are_a_failure(monkeypatch: pytest.MonkeyPatch) -
 def test_every_dtype_is_shown() -> None:
     cases = [SMALL._replace(dtype=dtype, value_mean=mean) for dtype in bench.FLOAT_NAMES for mean in (0.0, 1.0)]
     cases = [case for case in cases if not case.value_mean or case.dtype.endswith("16")]
-    report = bench.run(cases, False, NumpyBackend(), Request(repeats=1), bench.load_peers(None, "numpy"))
+    report = bench.run(cases, False, NumpyBackend(), Request(repeats=1), bench.load_peers(PEERS, "numpy"))
     assert bench.status(report) == 0
     blocks = [reports.block(problem) for problem in report["problems"]]
     assert [" x rounding)" in block for block in blocks] == [bool(case.value_mean) for case in cases]
@@ -324,6 +333,15 @@ def test_runs_are_as_many_as_asked_for_or_enough(monkeypatch: pytest.MonkeyPatch
     assert time.perf_counter() - begin > 5e-3 and len(calls) > 1000 and max(times) < 1e-4
     monkeypatch.setattr(backend, "_time", lambda function: 100.0)
     assert len(backend.times(lambda: None, 5)) == 3
+
+
+def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = NumpyBackend()
+    monkeypatch.setattr(backend, "loop_seconds", 0.0)
+    calls: list[int] = []
+    found = backend.time_candidates({(64, splits): partial(calls.append, splits) for splits in (1, 2, 4)}, 3)
+    assert calls == [1, 2, 4] * 4 and list(found) == [(64, 1), (64, 2), (64, 4)]
+    assert all(0 < least <= median < 1e4 for least, median in found.values())
 
 
 class FakeEvent:
@@ -390,6 +408,7 @@ def test_gpu_backend_asks_cupy_for_time_and_names(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(device, "importlib", SimpleNamespace(import_module=lambda name: fake))
     backend = GpuBackend()
     assert backend.times(lambda: None, 2) == [0.007, 0.007]
+    assert backend.time_candidates({"one": lambda: None}, 2) == {"one": (7000.0, 7000.0)}
     report = bench.run([SMALL], False, backend, Request(), bench.Peers({}))
     assert report["device"] == "Some GPU" and report["versions"]["driver"] == "CUDA 13.2"
     assert report["versions"]["cupy"] == "14.2.0" and report["versions"]["nvrtc"] == "13.0"
@@ -440,23 +459,22 @@ def test_peer_is_measured_beside_the_kernel(tmp_path: Path, capsys: pytest.Captu
     assert "times the best peer's speed" in printed and printed.count("released\n") == 1
 
 
-def test_peers_of_the_checkout_are_found_and_can_be_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = bench.load_peers(None, "numpy")
-    assert "naive NumPy" in found.table and found.small_calls is not None
-    assert bench.load_peers("none", "numpy") == bench.Peers({})
-    monkeypatch.setattr(bench, "PEERS_FILE", tmp_path / "benchmarks" / "peers.py")  # as in an installed package
-    assert bench.load_peers(None, "numpy") == bench.Peers({})
+def test_peers_of_the_repository_are_measured_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = bench.load_peers(PEERS, "numpy")
+    assert "naive NumPy" in found.table and found.small_calls is not None and found.versions is not None
+    assert bench.load_peers(None, "numpy") == bench.load_peers("none", "numpy") == bench.Peers({})
     assert bench.main([*SMALL_OPTIONS]) == 0
+    assert "naive" not in capsys.readouterr().out
 
 
 def test_runs_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     stored = tmp_path / "bench.json"
-    assert bench.main([*SMALL_OPTIONS, "--json", str(stored)]) == 0
+    assert bench.main([*SMALL_OPTIONS, "--peers", PEERS, "--json", str(stored)]) == 0
     report = json.loads(stored.read_text())
     assert "torch" not in report["versions"]
     assert [r.get("peer") for r in report["problems"][0]["results"]] == [None, "naive NumPy"]
-    small_calls = bench.load_peers(None, "numpy").small_calls
+    small_calls = bench.load_peers(PEERS, "numpy").small_calls
     assert small_calls is not None and small_calls(np.ones((1, 1, 16, 64), np.float32)) == {}
 
 
@@ -466,6 +484,7 @@ PEER_CASES = [
     SMALL._replace(seqlen_q=1),
     SMALL._replace(causal=False, window=(9, 3), softcap=2.0, bias=True),
     SMALL._replace(causal=False, bias=True),
+    SMALL._replace(seqlen_k=50, alibi=True),
     SMALL._replace(dtype="bfloat16", causal=False),
     SMALL._replace(dtype="float64", kv_heads=4, seqlen_k=50),
 ]
@@ -475,12 +494,12 @@ PEER_CASES = [
 def test_peers_compute_attention(case: Case) -> None:
     """Or refuse: what they return is right."""
     inputs = make_inputs(case, np)
-    for name, prepare in bench.load_peers(None, "numpy").table.items():
+    for name, prepare in bench.load_peers(PEERS, "numpy").table.items():
         try:
             out = prepare(inputs)()
         except (NotImplementedError, TypeError):
             assert name == "torch CPU" or case.dtype == "bfloat16"
-            assert case.window or case.dtype == "bfloat16" or case.seqlen_q not in (1, case.seqlen_k)
+            assert case.window or case.alibi or case.dtype == "bfloat16" or case.seqlen_q not in (1, case.seqlen_k)
             continue
         got = np.asarray(out.float() if case.dtype == "bfloat16" else out)
         verdict = verdict_on(inputs, got)
@@ -642,14 +661,34 @@ def test_import_times_are_of_this_package(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = bench.run([], True, NumpyBackend(), Request(), bench.load_peers(None, "numpy"), deadline=0.0)
+    report = bench.run([], True, NumpyBackend(), Request(), bench.load_peers(PEERS, "numpy"), deadline=0.0)
     found = report["overheads"]
-    assert "import_s" not in found and found["host_us"]["new length"] > 0
+    assert "import_s" not in found and "numpy.empty" in found["others_us"]
+    assert {"plain", "out", "varlen", "decoding with sinks"} <= set(found["calls_us"])
+    for times in found["calls_us"].values():
+        assert set(times) == {"repeated", "new length", "new scale"}
+        assert all(0 < least <= median for least, median in times.values())
     assert 0 < found["memory_mib"]["1 head, N 4096, D 64, causal"] < 48
-    assert "host time per call, microseconds" in reports.markdown(report) and bench.status(report) == 0
+    shown = reports.markdown(report)
+    assert "| host time per call, microseconds: least, median | repeated | new length |" in shown
+    assert "us per call, new length: plain " in reports.summary(report) and bench.status(report) == 0
     monkeypatch.setattr(bench, "overheads", lambda *arguments: 1 / 0)
     report = bench.run([], True, NumpyBackend(), Request(), bench.Peers({}))
     assert bench.status(report) == 1 and "FAILED: overheads: ZeroDivisionError" in reports.summary(report)
+
+
+def test_host_times_are_of_calls_that_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, float | None]] = []
+
+    def make_call(length: int) -> Callable[..., Any]:
+        return lambda scale=None: calls.append((length, scale))
+
+    monkeypatch.setattr(bench_host, "REPEATS", 20)
+    bench_host._times(NumpyBackend(), make_call, range(10, 80))
+    warm = {(length, None) for length in range(10, 80, bench_host.WARM_EVERY)}
+    new = [call for call in calls if call not in warm]
+    assert len(new) == len(set(new)) == 2 * (70 - len(warm))
+    assert sum(scale is None for _, scale in new) == 70 - len(warm) and calls.count((10, None)) > 20
 
 
 def test_compile_times_are_those_of_every_row() -> None:
@@ -674,7 +713,7 @@ def test_gpu_in_one_command(tmp_path: Path) -> None:
 @pytest.mark.gpu
 def test_gpu_overheads() -> None:
     found = bench_overheads.overheads(GpuBackend(), None, quick=True)
-    assert {"repeated call", "new length", "cupy.empty", "RawKernel launch"} <= set(found["host_us"])
+    assert {"cupy.empty", "RawKernel launch"} <= set(found["others_us"]) and found["calls_us"]["plain"]
     assert "import_s" not in found and found["compile"]
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,9 @@ from cuflash import __main__ as cli
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 
-ROOT = Path(cuflash.__file__).parent.parent
-
 
 def run(*arguments: str, gpu: bool = False) -> subprocess.CompletedProcess[str]:
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    environment = {**os.environ, "PYTHONPATH": python_path, **({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})}
+    environment = os.environ | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
     command = [sys.executable, "-m", "cuflash", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
@@ -295,7 +291,7 @@ def test_bench_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cuflash import demo
+    from cuflash.demo import command as demo
 
     monkeypatch.setattr(demo, "main", lambda arguments: 7 if arguments == ["--backend", "numpy"] else 0)
     assert cli.main(["demo", "--backend", "numpy"]) == 7

@@ -15,8 +15,10 @@ from scipy.special import softmax
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from cuflash import demo
 from cuflash.bench.device import peak_bytes
+from cuflash.demo import command, pictures
+from cuflash.demo import digits as demo
+from cuflash.gpu.installed import choose_backend
 
 TEMPERATURE = 1 / 100
 
@@ -29,7 +31,7 @@ def digits() -> tuple[demo.Digits, demo.Digits]:
 @pytest.mark.parametrize("backend", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_runs_and_saves_a_picture(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "digits.png"
-    assert demo.main(["--backend", backend, "--output", str(picture)]) == 0
+    assert command.main(["--backend", backend, "--output", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     for part in ("accuracy", "nearest neighbour", "most frequent digit", "error against float64", str(picture)):
@@ -117,7 +119,7 @@ def test_peak_memory_counts_what_is_held_at_once(library: str) -> None:
 def test_picture_explains_itself(digits: tuple[demo.Digits, demo.Digits]) -> None:
     training, held_out = digits
     reading = demo.read(np, held_out, training, TEMPERATURE)
-    caption = demo.draw_hardest(held_out, reading, training, TEMPERATURE, count=2, neighbours=2).get_supxlabel()
+    caption = pictures.draw_hardest(held_out, reading, training, TEMPERATURE, count=2, neighbours=2).get_supxlabel()
     assert "digit: weight" in caption
     assert f"its median over all 597 held-out images is {np.median(reading.lse):.1f}" in caption
 
@@ -132,8 +134,8 @@ def test_wrong_attention_fails(
         return out * np.float32(1.0001), lse
 
     monkeypatch.setattr(demo, "attention", slightly_wrong)
-    monkeypatch.setattr(demo, "explain", lambda *args, **options: "")
-    assert demo.main(["--backend", "numpy", "--output", str(tmp_path / "digits.png")]) == 1
+    monkeypatch.setattr(command, "explain", lambda *args, **options: "")
+    assert command.main(["--backend", "numpy", "--output", str(tmp_path / "digits.png")]) == 1
     assert "TOO LARGE" in capsys.readouterr().out
 
 
@@ -142,14 +144,14 @@ def test_names_the_extra_that_is_missing(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    assert demo.main([]) == 2
+    assert command.main([]) == 2
     assert "cuflash[examples]" in capsys.readouterr().out
 
 
 def test_cupy_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert demo.choose_backend("numpy") is np
-    assert demo.main(["--backend", "cupy"]) == 2
+    assert choose_backend("numpy") is np
+    assert command.main(["--backend", "cupy"]) == 2
     assert "cuflash[cuda12]" in capsys.readouterr().out
 
 
@@ -162,7 +164,7 @@ def test_output_that_cannot_be_written_fails_before_anything_is_computed(
 ) -> None:
     monkeypatch.setattr(demo, "load", None)
     path = f"{tmp_path}/{output}"
-    assert demo.main(["--backend", "numpy", "--output", path]) == 2
+    assert command.main(["--backend", "numpy", "--output", path]) == 2
     printed = capsys.readouterr().out
     assert printed.startswith(f"--output {path}: ") and words in printed
     assert not list(tmp_path.iterdir())
@@ -170,10 +172,10 @@ def test_output_that_cannot_be_written_fails_before_anything_is_computed(
 
 def test_checking_the_output_keeps_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "digits.png"
-    demo.check_output(path)
+    command.check_output(path)
     assert not path.exists()
     path.write_bytes(b"before")
-    demo.check_output(path)
+    command.check_output(path)
     assert path.read_bytes() == b"before"
 
 
@@ -181,4 +183,4 @@ def test_checking_the_output_keeps_what_is_there(tmp_path: Path) -> None:
 def test_output_into_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
-        demo.check_output(tmp_path / "digits.png")
+        command.check_output(tmp_path / "digits.png")

@@ -14,8 +14,6 @@ import pytest
 
 import cuflash
 
-ROOT = Path(cuflash.__file__).parent.parent
-
 # The driver is looked for with ctypes: hiding or pretending it there makes machines with and without a GPU alike.
 DRIVER = """
 import ctypes
@@ -36,7 +34,7 @@ assert (cuflash.attention(x, x, x) == 1).all()
 
 
 def python(code: str, *paths: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    found = os.pathsep.join(filter(None, [*map(str, paths), str(ROOT), os.environ.get("PYTHONPATH")]))
+    found = os.pathsep.join([*map(str, paths), os.environ["PYTHONPATH"]])
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": found, **environment},

@@ -1,15 +1,11 @@
 // Softmax weights as tensor cores take them: powers of two, rounded to the format of the operands.
 #pragma once
 
-#include "common/numeric.cuh"
+#include "common/softmax.cuh"
 #include "ptx/exp2.cuh"
 
 namespace cuflash {
 
-// Weights are 2^kWeightBits times those relative to the largest logit. float16 then keeps its full precision for
-// weights down to 2^-29 of the largest, and many small ones do not become 0 or round the same way. The other formats
-// have range enough.
-constexpr int kWeightBits = kDtype == CUFLASH_FLOAT16 ? 15 : 0;
 constexpr float kWeightUnit = 1.0f / (1 << kWeightBits);
 
 // Weight of a score `difference` from the row's largest, `difference * multiplier` in units of log2(e). (The product of

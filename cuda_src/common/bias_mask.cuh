@@ -1,7 +1,8 @@
-// Neighbouring elements of a row of bias or mask, as they are read.
+// Bias and mask of a row, as they are read: neighbouring elements, in vectors where they lie so.
 #pragma once
 
 #include "common/numeric.cuh"
+#include "common/params.cuh"
 
 namespace cuflash {
 
@@ -38,6 +39,40 @@ struct Columns {
         }
     }
     __device__ __forceinline__ void unpack(Value (&values)[kCount]) const { memcpy(values, packed.words, kBytes); }
+};
+
+// Bias and mask of a row from the first key of a tile on, from which columns are counted.
+struct BiasMaskRow {
+    const char* bias;
+    const char* mask;
+    int last_column;  // that is a key: both must be read inside the arrays
+};
+
+// Whether bias and mask of a row can be read in vectors: the end of the keys cuts none of them.
+template <int kCount>
+__device__ __forceinline__ bool has_vectors(const AttentionParams& params, const BiasMaskRow& row) {
+    bool vectors = (kBiasDtype != 0 || kHasMask) && (row.last_column + 1) % kCount == 0;
+    if constexpr (kBiasDtype != 0)
+        vectors &= is_vector<kCount, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
+    if constexpr (kHasMask) vectors &= is_vector<kCount, unsigned char>(row.mask, params.mask_strides.column);
+    return vectors;
+}
+
+// Bias and mask of a row at kCount neighbouring columns.
+template <int kCount>
+struct RowColumns {
+    using Bias = ElementOf<kBiasDtype>::Type;
+    Columns<Bias, kCount> biases;
+    Columns<unsigned char, kCount> visible;
+
+    // `kVectors` asks for what has_vectors<kCount> has found to be so.
+    template <bool kVectors>
+    __device__ __forceinline__ void load(const AttentionParams& params, const BiasMaskRow& row, int column) {
+        if constexpr (kBiasDtype != 0)
+            biases.template load<kVectors>(row.bias, params.bias_strides.column, column, row.last_column);
+        if constexpr (kHasMask)
+            visible.template load<kVectors>(row.mask, params.mask_strides.column, column, row.last_column);
+    }
 };
 
 }  // namespace cuflash

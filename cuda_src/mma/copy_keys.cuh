@@ -1,8 +1,10 @@
-// Tiles of K and V on their way into shared memory, for mma.sync: last tile first, rows in the order of mma/tile.cuh.
+// Tiles of K and V on their way into shared memory, for mma.sync: last tile first, rows in the order of
+// mma/layout.cuh.
 #pragma once
 
-#include "mma/tile.cuh"
+#include "common/load.cuh"
 #include "common/params.cuh"
+#include "mma/layout.cuh"
 
 namespace cuflash {
 
@@ -23,14 +25,14 @@ __host__ __device__ constexpr int lanes_of_row(int num_vectors) {
 // What a thread copies of a tile of K or V, into one of the stages' buffers.
 template <int kWidth, int kPitch>
 struct TileCopy {
-    static constexpr int kLoaders = kStaggered ? kThreads / 2 : kThreads;
+    static constexpr int kLoaders = kPingPong ? kThreads / 2 : kThreads;
     static constexpr int kVectors = kWidth / 8;
     static constexpr int kLanes = lanes_of_row(kVectors);
     static constexpr int kStep = kLoaders / kLanes;
     static constexpr int kColumnSteps = (kVectors + kLanes - 1) / kLanes;
     static constexpr int kNumPasses = (kBlockN + kStep - 1) / kStep * kColumnSteps;
     static constexpr bool kAllWork = kVectors % kLanes == 0 && kStep <= kBlockN;
-    static constexpr bool kSkips = kStaggered || kStages == 1;  // copies that are not wanted
+    static constexpr bool kBufferInUse = kPingPong || kStages == 1;  // by others, when there is nothing to copy into it
     const char* source;
     SharedAddress target;
     int row, column;  // of the first vector
@@ -52,29 +54,40 @@ struct TileCopy {
 
     __device__ __forceinline__ void previous_tile(const Strides& strides) { source -= kBlockN * strides.row; }
 
-    // Copies one of kParts parts. Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN.
-    // `kWhole`: there are none such, or no others, and then nothing is copied if kSkips.
+    // Copies the first tile, into stage 0: the one that may have fewer keys than others.
+    __device__ __forceinline__ void load_first(const Strides& strides, int num_keys) const {
+        load<false, 1>(strides, 0, 0, true, num_keys);
+    }
+    // Copies one of kParts parts of a whole tile, if it is wanted. Else a buffer that nobody uses may get zeros, which
+    // takes no predicate.
+    template <int kParts>
+    __device__ __forceinline__ void load_part(const Strides& strides, int stage, bool wanted, int part) const {
+        load<true, kParts>(strides, stage, part, !kBufferInUse || wanted, wanted ? kBlockN : 0);
+    }
+
+  private:
+    // Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN. `kWhole`: all or none do.
     template <bool kWhole, int kParts>
-    __device__ __forceinline__ void load(const Strides& strides, int stage, int num_keys, int part) const {
-        const bool wanted = !kWhole || !kSkips || num_keys > 0;
+    __device__ __forceinline__ void load(const Strides& strides, int stage, int part, bool issued, int num_keys) const {
         if constexpr (kVectorLoads) {
 #pragma unroll
             for (int pass = 0; pass < kNumPasses; ++pass) {
                 if (pass * kParts / kNumPasses != part) continue;
                 const int first_row = pass / kColumnSteps * kStep, shift = key_of(first_row);
                 const int first_column = pass % kColumnSteps * kLanes * 8;
-                const bool valid = kWhole ? kSkips || num_keys > 0 : key_of(row) + shift < num_keys;
+                const bool is_key = kWhole ? kBufferInUse || num_keys > 0 : key_of(row) + shift < num_keys;
                 const bool has_work = kAllWork || (row < kBlockN && column + first_column < kWidth);
                 cp_async_16_if(
-                    wanted && has_work, target + stage * kStageBytes + first_row * 2 * kPitch + first_column * 2,
-                    source + shift * strides.row + first_column * 2, column + first_column < num_features && valid);
+                    issued && has_work, target + stage * kStageBytes + first_row * 2 * kPitch + first_column * 2,
+                    source + shift * strides.row + first_column * 2, column + first_column < num_features && is_key);
             }
-        } else if (part == 0 && wanted) {
+        } else if (part == 0 &&  // right either way: the same elements once more
+                   issued) {
 #pragma unroll 4
             for (int element = thread; element < kBlockN * kWidth; element += kLoaders) {
-                const int idx = element / kWidth, feature = element % kWidth, shift = key_of(idx);
-                const bool valid = shift < num_keys && feature < num_features;
-                const char* address = source + shift * strides.row + feature * strides.column;
+                const int idx = element / kWidth, feature = element % kWidth, key = key_of(idx);
+                const bool valid = key < num_keys && feature < num_features;
+                const char* address = source + key * strides.row + feature * strides.column;
                 tile[stage * (kStageBytes / 2) + idx * kPitch + feature] =
                     valid ? load_bits<Element>(address) : Element(0);
             }

@@ -1,4 +1,4 @@
-// Joins partial results of attention over disjoint keys: those of a call whose keys were split over blocks, and those
+// Merges partial results of attention over disjoint keys: those of a call whose keys were split over blocks, and those
 // that callers give to merge_attention_states.
 //
 // Grid: one group of lanes per row, a row being the features of one query of one head. The lanes first share the parts
@@ -22,6 +22,38 @@ constexpr int kPartsAtOnce = kVectors >= 8 ? 1 : 8 / kVectors < kLanesPerRow ? 8
 static_assert((kHeadDimV & (kHeadDimV - 1)) == 0 && kHeadDimV >= 16, "lanes of a row are a power of two");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
 
+constexpr int kRowAxes = kBatchAxes + 2;
+constexpr int kMaxParts = kStacked ? 1 : 16;
+
+// Bytes from element to element along the axes of the rows: those of a result but its features.
+struct RowStrides {
+    long long axis[kRowAxes];
+};
+
+// Partial results over disjoint keys, to be merged row by row.
+struct MergeParams {
+    const char* outs[kMaxParts];  // stacked: the first part
+    const char* lses[kMaxParts];
+    char* out;
+    char* lse;  // null: not wanted
+
+    RowStrides outs_strides[kMaxParts];
+    RowStrides lses_strides[kMaxParts];
+    RowStrides out_strides;
+    RowStrides lse_strides;
+    long long outs_column_stride[kMaxParts];
+    long long out_column_stride;
+    long long outs_part_stride;  // stacked: from part to part
+    long long lses_part_stride;
+    // Bytes from column to column where `lses` or `lse` are sums, see store_sum; 0 where they are logarithms.
+    long long lses_column_stride;
+    long long lse_column_stride;
+    Divisor shape[kRowAxes];
+    long long num_rows;  // product of shape
+    long long num_parts;
+    long long head_dim_v;
+};
+
 struct RowPlace {
     long long at[kRowAxes];
 
@@ -33,10 +65,11 @@ struct RowPlace {
     }
 };
 
-__device__ __forceinline__ RowPlace row_place(const CombineParams& params, long long row) {
+__device__ __forceinline__ RowPlace row_place(const MergeParams& params, long long row) {
     RowPlace place;
 #pragma unroll
     for (int axis = kRowAxes - 1; axis >= 0; --axis) {
+        // right either way: the division gives 0 too
         const long long rest = row < params.shape[axis] ? 0 : divide(row, params.shape[axis]);
         place.at[axis] = row - rest * params.shape[axis];
         row = rest;
@@ -44,7 +77,7 @@ __device__ __forceinline__ RowPlace row_place(const CombineParams& params, long 
     return place;
 }
 
-__device__ __forceinline__ ExponentialSum load_sum(const CombineParams& params, const RowPlace& place, long long part) {
+__device__ __forceinline__ ExponentialSum load_sum(const MergeParams& params, const RowPlace& place, long long part) {
     const int idx = kStacked ? 0 : static_cast<int>(part);
     const char* address = params.lses[idx] + place.offset(params.lses_strides[idx]);
     if constexpr (kStacked) address += part * params.lses_part_stride;
@@ -53,7 +86,7 @@ __device__ __forceinline__ ExponentialSum load_sum(const CombineParams& params, 
 }
 
 // kVector features of a part's row from `column` on; zeros behind the last.
-__device__ __forceinline__ Elements16 load_features(const CombineParams& params, const RowPlace& place, long long part,
+__device__ __forceinline__ Elements16 load_features(const MergeParams& params, const RowPlace& place, long long part,
                                                     int column) {
     const int idx = kStacked ? 0 : static_cast<int>(part);
     const char* row = params.outs[idx] + place.offset(params.outs_strides[idx]);
@@ -78,7 +111,7 @@ struct Features {
 };
 
 // Parts from `first` on; zeros for those behind the last one.
-__device__ __forceinline__ Features load_parts(const CombineParams& params, const RowPlace& place, long long first,
+__device__ __forceinline__ Features load_parts(const MergeParams& params, const RowPlace& place, long long first,
                                                int first_column) {
     Features features = {};
 #pragma unroll
@@ -93,27 +126,32 @@ __device__ __forceinline__ Features load_parts(const CombineParams& params, cons
 }
 
 // The sum over all parts of a row, shared out among its lanes.
-__device__ __forceinline__ ExponentialSum sum_parts(const CombineParams& params, const RowPlace& place, int lane) {
+__device__ __forceinline__ ExponentialSum sum_parts(const MergeParams& params, const RowPlace& place, int lane) {
     ExponentialSum total = empty_sum();
     for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
-        total = join(total, load_sum(params, place, part));
+        total = merge(total, load_sum(params, place, part));
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
-        total = join(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
-                             __shfl_xor_sync(0xffffffffu, total.sum, distance)});
+        total = merge(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
+                              __shfl_xor_sync(0xffffffffu, total.sum, distance)});
     }
     return total;
 }
 
+// What the output of a part that has seen keys is multiplied by.
+__device__ __forceinline__ Accumulator share_of(ExponentialSum part, ExponentialSum total) {
+    return part.sum * relative_exponential(part.largest, total.largest) / total.sum;
+}
+
 // A part's share of the total; below 0 for one that has seen no key, or is none.
-__device__ __forceinline__ Accumulator weight_of(const CombineParams& params, const RowPlace& place, long long part,
+__device__ __forceinline__ Accumulator weight_of(const MergeParams& params, const RowPlace& place, long long part,
                                                  ExponentialSum total) {
     if (part >= params.num_parts) return -1;
     const ExponentialSum sum = load_sum(params, place, part);
     return sum.largest == -infinity() ? -1 : share_of(sum, total);
 }
 
-__device__ __forceinline__ void combine(const CombineParams& params) {
+__device__ __forceinline__ void merge_rows(const MergeParams& params) {
     const int lane = threadIdx.x % kLanesPerRow, first_lane = threadIdx.x % 32 - lane;
     const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
     // Lanes behind the last row stand at one of the first ones, as all of a warp shuffle.
@@ -125,10 +163,11 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
     do {
         const int first_column = column + lane * kVector;
         Accumulator values[kVectors][kVector] = {};
+        // right either way: parts behind the last count nothing
 #pragma unroll 1
         for (long long first = 0; first < params.num_parts; first += kPartsAtOnce) {
             const Features features = load_parts(params, place, first, first_column);
-            if (first == 0) total = sum_parts(params, place, lane);
+            if (first == 0) total = sum_parts(params, place, lane);  // right either way: the sum stays the same
             const int part = static_cast<int>(first % kLanesPerRow);
             if (part == 0) weight = weight_of(params, place, first + lane, total);
 #pragma unroll
@@ -140,8 +179,8 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
 #pragma unroll
                     for (int e = 0; e < kVector; ++e) {
                         const Accumulator feature = widen<kDtype>(features.of[i][v].values[e]);
-                        const Accumulator joined = multiply_add_subnormal(of_part, feature, values[v][e]);
-                        values[v][e] = counts ? joined : values[v][e];
+                        const Accumulator merged = multiply_add_subnormal(of_part, feature, values[v][e]);
+                        values[v][e] = counts ? merged : values[v][e];
                     }
                 }
             }
@@ -154,7 +193,7 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
                                params.out_column_stride, values[v]);
         }
         column += kHeadDimV;
-    } while (column < params.head_dim_v);
+    } while (column < params.head_dim_v);  // right either way: nothing is stored behind the last feature
     if (row < params.num_rows && lane == 0 && params.lse) {
         const char* first = params.lses[0] + place.offset(params.lses_strides[0]);
         const Accumulator offset =
@@ -166,6 +205,6 @@ __device__ __forceinline__ void combine(const CombineParams& params) {
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
-    cuflash_combine(const __grid_constant__ cuflash::CombineParams params) {
-    cuflash::combine(params);
+    cuflash_merge(const __grid_constant__ cuflash::MergeParams params) {
+    cuflash::merge_rows(params);
 }

@@ -1,4 +1,4 @@
-"""`python -m cuflash demo`: read handwritten digits by attention alone.
+"""Read handwritten digits by attention alone: the job of the demo, as arrays and numbers.
 
 Attention with the softmax over distances is kernel regression: each held-out image asks every training image how much
 it looks like it, and the answers are averaged. Nothing is trained.
@@ -15,25 +15,19 @@ Functions take the array library `xp` (numpy or cupy) that the attention runs on
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from . import reference
-from .bench.device import peak_bytes
-from .cupy_cache import import_cupy
-from .dense import attention
-from .explain import explain, gpu_available
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from .. import reference
+from ..bench.check import to_host
+from ..bench.device import peak_bytes
+from ..dense import attention
 
 NUM_TRAINING = 1200
 NUM_VALIDATION = 300
@@ -87,11 +81,6 @@ def load() -> tuple[Digits, Digits]:
 
     digits = Digits(*load_digits(return_X_y=True))
     return digits[:NUM_TRAINING], digits[NUM_TRAINING:]
-
-
-def to_host(x: Any) -> np.ndarray:
-    """A NumPy array of the same content."""
-    return x.get() if hasattr(x, "get") else x
 
 
 def operands(xp: ModuleType, queries: Digits, training: Digits) -> tuple[Any, Any, Any]:
@@ -227,78 +216,6 @@ def most_attended(
     return order, np.take_along_axis(weights, order, axis=1)
 
 
-def draw_examples(digits: Digits, count: int = 20) -> Figure:
-    """The first images with their labels, ten to a row."""
-    from matplotlib.figure import Figure
-
-    rows = -(-count // 10)
-    figure = Figure(figsize=(8, 1.0 * rows), layout="constrained")
-    for axes, image, label in zip(figure.subplots(rows, 10).flat, digits.images, digits.labels, strict=False):
-        _draw_digit(axes, image, str(label), "black")
-    return figure
-
-
-def draw_hardest(
-    queries: Digits, reading: Reading, training: Digits, temperature: float, count: int = 8, neighbours: int = 6
-) -> Figure:
-    """One row for each of the hardest images: the image, and the training images that it attended to most."""
-    from matplotlib.figure import Figure
-
-    rows = hardest(reading, queries.labels, count)
-    some = Reading(reading.probabilities[rows], reading.lse[rows])
-    attended, weights = most_attended(queries[rows], some, training, temperature, neighbours)
-    figure = Figure(figsize=(1.15 * (neighbours + 1.6), 1.45 * count), layout="constrained")
-    figure.suptitle("Hardest digits, and what they attended to most")
-    median = np.median(reading.lse)
-    caption = (
-        "Left: a held-out image, what it is and what attention read (red: wrong). Beside it: the training images with",
-        "the largest weights, as digit: weight (red: another digit). The lse says how well the training images cover",
-        f"an image; its median over all {len(queries)} held-out images is {median:.1f}, lower is less familiar.",
-    )
-    figure.supxlabel("\n".join(caption), fontsize=9, x=0.01, ha="left")
-    widths = [1.25] + [1.0] * neighbours
-    for axes_row, row, keys, key_weights in zip(
-        figure.subplots(count, neighbours + 1, width_ratios=widths, squeeze=False),
-        rows,
-        attended,
-        weights,
-        strict=True,
-    ):
-        truth, said = queries.labels[row], reading.labels[row]
-        title = f"is {truth}, read {said}\nlse {reading.lse[row]:.1f}"
-        _draw_digit(axes_row[0], queries.images[row], title, "tab:green" if truth == said else "tab:red")
-        for axes, key, weight in zip(axes_row[1:], keys, key_weights, strict=True):
-            label = training.labels[key]
-            _draw_digit(axes, training.images[key], f"{label}: {weight:.0%}", "black" if label == truth else "tab:red")
-    return figure
-
-
-def _draw_digit(axes: Any, image: np.ndarray, title: str, color: str) -> None:
-    axes.imshow(image.reshape(8, 8), cmap="gray_r", vmin=0, vmax=16)
-    axes.set_title(title, fontsize=9, color=color)
-    axes.set_axis_off()
-
-
-def draw_novelty(known: np.ndarray, unseen: np.ndarray, scrambled: np.ndarray) -> Figure:
-    """Histograms of the lse of three kinds of queries."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 2.8), layout="constrained")
-    axes = figure.subplots()
-    bins = np.linspace(min(map(np.min, (known, unseen, scrambled))), known.max(), 60).tolist()
-    groups = (
-        ("held-out digit", known, "tab:green"),
-        ("digit left out of the training images", unseen, "tab:orange"),
-        ("pixels in random order", scrambled, "tab:red"),
-    )
-    for label, lse, color in groups:
-        axes.hist(lse, bins=bins, density=True, alpha=0.6, label=label, color=color)
-    axes.set_xlabel("lse (log density of the training images at the query, up to a constant)")
-    axes.set_yticks([])
-    axes.legend()
-    return figure
-
-
 def median_time(xp: ModuleType, call: Callable[[], Any], repeats: int = 9) -> float:
     """Median seconds of a finished call, after one that warms up."""
     wait = (lambda: None) if xp is np else xp.cuda.get_current_stream().synchronize
@@ -320,97 +237,3 @@ def costs(xp: ModuleType, queries: Digits, training: Digits, temperature: float)
         f"naive {name}": lambda: naive_attention(xp, q, k, v, 1 / temperature),
     }
     return {name: (median_time(xp, call), peak_bytes(xp, call)) for name, call in calls.items()}
-
-
-def choose_backend(backend: str) -> ModuleType:
-    """CuPy where a GPU is usable, else NumPy; `backend` "numpy" or "cupy" insists.
-
-    Raises
-    ------
-    RuntimeError
-        "cupy" was asked for, and it isn't installed or finds no GPU.
-    """
-    if backend == "numpy" or (backend == "auto" and not gpu_available()):
-        return np
-    try:
-        cupy = import_cupy()
-    except ImportError as error:
-        raise RuntimeError(f"CuPy cannot be imported ({error}); install cuflash[cuda12] or cuflash[cuda13]") from error
-    if not gpu_available():
-        raise RuntimeError("CuPy finds no GPU")
-    return cupy
-
-
-def check_output(path: Path) -> None:
-    """Raise OSError or ValueError if a picture cannot be saved there, without leaving a file."""
-    from matplotlib.figure import Figure
-
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in formats:
-        raise ValueError(f"no picture has the suffix {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
-    is_new = not path.exists()
-    path.open("ab").close()
-    if is_new:
-        path.unlink()
-
-
-def report(xp: ModuleType, training: Digits, held_out: Digits) -> tuple[bool, Reading, float]:
-    """Print the whole job; return whether it did what it must, the held-out reading and the temperature."""
-    temperature = choose_temperature(xp, training)
-    reading = read(xp, held_out, training, temperature)
-    ours, others = accuracy(reading.labels, held_out.labels), baselines(training, held_out)
-    print(f"{len(held_out)} held-out digits attend to {len(training)} training digits ({xp.__name__}, float32)")
-    print(f"temperature           1/{1 / temperature:.0f}, chosen on {NUM_VALIDATION} of the training images")
-    print(f"accuracy              {ours:.1%}, log loss {log_loss(reading.probabilities, held_out.labels):.3f}")
-    for name, other in others.items():
-        print(f"  {name:<19} {other:.1%} (scikit-learn, raw pixels)")
-
-    unseen = unseen_class_auroc(xp, held_out, training, temperature)
-    noise = novelty_auroc(reading.lse, read(xp, scrambled(held_out), training, temperature).lse)
-    print("lse tells known from new (area under the ROC curve; guessing gives 0.5)")
-    print(f"  a left-out digit    {unseen.mean():.3f} mean of ten, {unseen.min():.3f} worst (digit {unseen.argmin()})")
-    print(f"  scrambled pixels    {noise:.3f}")
-
-    within = True
-    print(f"error against float64 (allowed: {MARGIN:g} x naive attention in float32)")
-    for name, (error, allowed) in errors(reading, held_out, training, temperature).items():
-        within = within and error <= allowed
-        print(f"  {name:<19} {error:.1e}, allowed {allowed:.1e}{'' if error <= allowed else '   TOO LARGE'}")
-
-    print("one call              time, peak memory beside the inputs")
-    for name, (seconds, size) in costs(xp, held_out, training, temperature).items():
-        print(f"  {name:<19} {1e3 * seconds:.3f} ms, {size / 2**20:.2f} MiB")
-    q, k, v = operands(xp, held_out, training)
-    print(explain(attention, q, k, v, scale=1 / temperature, return_lse=True))
-    return ours > others["most frequent digit"] and within, reading, temperature
-
-
-def main(args: list[str]) -> int:
-    """Run the demo; 0 if attention beats the most frequent digit and its error is within bounds."""
-    parser = argparse.ArgumentParser(prog="python -m cuflash demo", description="Read handwritten digits by attention.")
-    parser.add_argument("--backend", choices=("auto", "numpy", "cupy"), default="auto", help="default: auto")
-    parser.add_argument("--output", default="digits.png", metavar="FILE", help="the picture; default: digits.png")
-    chosen = parser.parse_args(args)
-    try:
-        import matplotlib  # noqa: F401
-        import sklearn  # noqa: F401
-    except ImportError as error:
-        print(f"The demo needs {error.name}: pip install 'cuflash[examples]'")
-        return 2
-    try:
-        check_output(Path(chosen.output))
-    except (OSError, ValueError) as error:
-        print(f"--output {chosen.output}: {error}")
-        return 2
-    try:
-        xp = choose_backend(chosen.backend)
-    except RuntimeError as error:
-        print(f"--backend {chosen.backend}: {error}")
-        return 2
-    training, held_out = load()
-    good, reading, temperature = report(xp, training, held_out)
-    draw_hardest(held_out, reading, training, temperature).savefig(chosen.output, dpi=100)
-    print(f"hardest digits        {chosen.output}")
-    if not good:
-        print("FAILED: attention must beat the most frequent digit, with every error within what is allowed")
-    return 0 if good else 1

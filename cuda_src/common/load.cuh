@@ -61,37 +61,4 @@ __host__ __device__ constexpr int power_of_two_above(int value) {
     return power;
 }
 
-// The same for kNumRows rows that lie one `row_stride` behind the other, as elements, with zeros from row `num_rows`
-// on. Each thread walks down one column of vectors by adding a constant: the row map's multiplications would take half
-// as many instructions as the tensor cores get for the tile, and hoisting them out of the loop all the registers.
-template <int kNumRows, int kWidth, int kPitch>
-__device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char* first, long long row_stride,
-                                          long long feature_stride, int num_rows, int num_features) {
-    if constexpr (kVectorLoads) {
-        constexpr int kElements = 16 / sizeof(Element);
-        constexpr int kVectors = kWidth / kElements;
-        constexpr int kLanes = kVectors <= 32 ? power_of_two_above(kVectors) : 32;
-        constexpr int kStep = kThreads / kLanes;
-        static_assert(kNumRows % kStep == 0 || kStep % kNumRows == 0, "passes must be whole, or one that is too long");
-        const int row = threadIdx.x / kLanes;
-        if (kStep > kNumRows && row >= kNumRows) return;
-#pragma unroll
-        for (int column = threadIdx.x % kLanes * kElements; column < kWidth; column += kLanes * kElements) {
-            const char* source = first + row * row_stride + column * static_cast<int>(sizeof(Element));
-            const bool inside = column < num_features;
-#pragma unroll
-            for (int pass = 0; pass < kNumRows; pass += kStep, source += kStep * row_stride)
-                cp_async_16(&target[row + pass][column], source, inside && row + pass < num_rows);
-        }
-    } else {
-#pragma unroll 4
-        for (int element = threadIdx.x; element < kNumRows * kWidth; element += kThreads) {
-            const int row = element / kWidth;
-            const int column = element % kWidth;
-            const char* source = first + row * row_stride + column * feature_stride;
-            target[row][column] = row < num_rows && column < num_features ? load_bits<Element>(source) : Element(0);
-        }
-    }
-}
-
 }  // namespace cuflash

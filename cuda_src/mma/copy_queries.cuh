@@ -1,26 +1,21 @@
-// The rows of a tile for mma.sync, at the beginning: their queries on the way to shared memory, and what is looked up
-// for each of them.
+// The queries of a tile on their way into shared memory, for mma.sync.
 #pragma once
 
-#include "mma/rows.cuh"
-#include "ptx/cp_async.cuh"
+#include "common/load.cuh"
+#include "common/rows.cuh"
+#include "mma/layout.cuh"
 
 namespace cuflash {
 
 // The warp's part of the rows of Q: loaded by it, and looked up, one per lane.
 struct OwnRows {
-    static constexpr int kCount = kRowsPerWarp / kShare;
+    static constexpr int kCount = kRowsPerWarp / kWarpsPerRow;
     int first;  // of the tile
 
     __device__ __forceinline__ explicit OwnRows(const Warp& warp) : first(warp.first_row + warp.share * kCount) {}
 };
 
-__device__ __forceinline__ const char* query_address(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    const Row row = row_at(params, tile, tile_row);
-    return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
-}
-
-// Loads the queries of the warp's own rows into `rows` of the tile.
+// Copies the queries of the warp's own rows into `rows` of the tile.
 __device__ __forceinline__ void copy_queries(const AttentionParams& params, const TileMap& tile,
                                              Element (*rows)[kPitchQ], const Warp& warp) {
     const OwnRows own(warp);
@@ -51,7 +46,7 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, cons
         } else {
 #pragma unroll 1
             for (int pass = 0; pass < OwnRows::kCount; pass += kAtOnce) {
-                const char* source = query_address(params, tile, own.first + own_row + pass);
+                const char* source = query_row(params, tile, own.first + own_row + pass);
                 copy(pass, source, source != nullptr);
             }
         }
@@ -59,27 +54,11 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, cons
 #pragma unroll 4
         for (int element = warp.lane; element < OwnRows::kCount * kHeadDim; element += 32) {
             const int row = element / kHeadDim, column = element % kHeadDim;
-            const char* source = query_address(params, tile, own.first + row);
+            const char* source = query_row(params, tile, own.first + row);
             const bool valid = source != nullptr && column < params.head_dim;
             rows[own.first + row][column] =
                 valid ? load_bits<Element>(source + column * params.q_strides.column) : Element(0);
         }
-    }
-}
-
-// Looks up the warp's own rows for all warps that share them. `any_keys`: the block has some to walk through.
-__device__ __forceinline__ void look_up_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
-                                             bool any_keys, TileRow* rows, const Warp& warp) {
-    if (warp.lane >= OwnRows::kCount) return;
-    const int tile_row = OwnRows(warp).first + warp.lane;
-    const Row row = row_at(params, tile, tile_row);
-    rows[tile_row].visible = row.valid ? visible_keys(params, tile, row.query) : KeyRange{0, 0};
-    // Rows that see no key may belong to no sequence, which has no slopes.
-    if (kPerRow && any_keys) {
-        LogitRow& logit = rows[tile_row].logit = logit_row(params, tile, tile_row);
-        // What all keys of a lane share is added to hidden ones, too, up to the end of the last tile.
-        const long long num_keys = tile.seqlen_k + (kOnlyAlibi ? kBlockN : 0);
-        if (kHasAlibi) logit.alibi_slope = bounded_slope(num_keys, logit.alibi_slope * unit.inverse);
     }
 }
 

@@ -1,28 +1,10 @@
-// Packed sequences: from the number of a tile to the sequence that holds it, without the host knowing any length.
+// Packed sequences: from the number of a tile to the sequence that holds it, without the host knowing any length, and
+// the addresses of its arrays.
 #pragma once
 
-#include "common/numeric.cuh"
-#include "common/params.cuh"
+#include "common/rows.cuh"
 
 namespace cuflash {
-
-// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
-// saturate.
-__device__ __forceinline__ long long load_integer(const char* address, int size) {
-    switch (size) {
-        case -1: return load_bits<signed char>(address);
-        case 1: return load_bits<unsigned char>(address);
-        case -2: return load_bits<short>(address);
-        case 2: return load_bits<unsigned short>(address);
-        case -4: return load_bits<int>(address);
-        case 4: return load_bits<unsigned int>(address);
-        case -8: return load_bits<long long>(address);
-        default: {
-            const unsigned long long value = load_bits<unsigned long long>(address);
-            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
-        }
-    }
-}
 
 struct Segment {
     long long index;  // sequence number; -1 and num_sequences for tokens before the first and behind the last
@@ -49,6 +31,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
     long long chunk_begin = 0;  // token at which this chunk of boundaries starts
     long long tiles_before = 0;
     const long long num_boundaries = params.num_sequences + 2;
+    // right either way: no tiles are behind the last boundary
     for (long long first = 0; first < num_boundaries; first += 32 * kPerLane) {
         long long ends[kPerLane];
 #pragma unroll
@@ -77,7 +60,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
         }
         const unsigned int owners = __ballot_sync(kAllLanes, tile < tiles_before + running);
         if (owners != 0) {
-            if (lane == __ffs(owners) - 1) {
+            if (lane == __ffs(owners) - 1) {  // right either way: what other lanes find goes nowhere
                 long long remaining = tile - tiles_before - (running - num_tiles);
                 segment_begin = begin;
                 for (int i = 0; i < kPerLane; ++i) {
@@ -90,12 +73,48 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
                     segment_begin = ends[i];
                 }
             }
-            return (owners & (1u << lane)) != 0 && lane == __ffs(owners) - 1;
+            return lane == __ffs(owners) - 1;
         }
         chunk_begin = max(chunk_begin, __shfl_sync(kAllLanes, highest, 31));
         tiles_before += __shfl_sync(kAllLanes, running, 31);
     }
     return false;
+}
+
+// Fills `tile` with a tile of packed sequences. Called by all threads of warp 0; true for the one that has done it.
+__device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, long long tile_idx, TileMap& tile) {
+    const long long segment_tile = divide(tile_idx, params.head_tiles);
+    const int head = static_cast<int>((tile_idx - segment_tile * params.head_tiles) * params.packed_heads);
+    Segment segment;
+    if (!find_segment(params, segment_tile, segment)) return false;
+    const long long begin_q = segment.begin;
+    const bool is_sequence = segment.index >= 0 && segment.index < params.num_sequences;
+    long long begin_k = 0;
+    long long end_k = 0;
+    if (is_sequence) {
+        const char* boundaries = params.cu_seqlens_k + segment.index * params.cu_seqlens_k_stride;
+        begin_k = max(load_integer(boundaries, params.cu_seqlens_k_size), 0LL);
+        end_k = min(load_integer(boundaries + params.cu_seqlens_k_stride, params.cu_seqlens_k_size), params.seqlen_k);
+        end_k = max(end_k, begin_k);  // right either way: less than no keys are none
+    }
+    const int head_kv = static_cast<int>(divide(head, params.group_size));
+    const long long sequence = is_sequence ? segment.index : 0;
+    tile.q = params.q + head * params.q_strides.head + begin_q * params.q_strides.row;
+    tile.k = params.k + head_kv * params.k_strides.head + begin_k * params.k_strides.row;
+    tile.v = params.v + head_kv * params.v_strides.head + begin_k * params.v_strides.row;
+    tile.out = params.out + head * params.out_strides.head + begin_q * params.out_strides.row;
+    tile.lse = params.lse + head * params.lse_strides.head + begin_q * params.lse_strides.row;
+    tile.bias = nullptr;
+    tile.mask = nullptr;
+    tile.per_head = head_values(params, head, sequence, is_sequence);
+    tile.seqlen_q = segment.end - segment.begin;
+    tile.seqlen_k = end_k - begin_k;
+    tile.query_offset = params.offset_from_lengths ? tile.seqlen_k - tile.seqlen_q : params.query_offset_value;
+    tile.key_begin = 0;
+    tile.key_end = tile.seqlen_k;
+    tile.row_begin = segment.tile * kBlockM;
+    tile.num_rows = tile.seqlen_q * params.packed_heads;
+    return true;
 }
 
 }  // namespace cuflash

@@ -1,0 +1,345 @@
+"""Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
+
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 280 problems
+python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
+python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
+
+What is stored lies in benchmarks/cost.json, or where `--file` says. Fitting needs scipy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from cuflash.plan import tiles_mma, tiles_scalar, tiles_wmma
+from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, time_of, time_of_a_split, walk_of
+from cuflash.plan.plan import find_build, make_plan
+from cuflash.plan.table import KERNELS, Device, Tile
+from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
+from cuflash.problem.problem import Problem, describe_attention
+from cuflash.settings import Settings
+
+STORED = ROOT / "benchmarks" / "cost.json"
+SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
+REPEATS = 5
+SPECS = {spec.name: spec for spec in KERNELS}
+
+
+class Case(NamedTuple):
+    """A problem that is measured."""
+
+    kernel: str
+    dtype: str
+    batch: int
+    heads: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    causal: bool = False
+    window: tuple[int, int] | None = None
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions, as if all keys were seen."""
+        return 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of q, and of k and v."""
+        return (
+            (self.batch, self.heads, self.seqlen_q, self.head_dim),
+            (self.batch, self.heads_kv, self.seqlen_k, self.head_dim),
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of the call."""
+        return {"causal": self.causal, "window": self.window}
+
+    def describe(self) -> Problem:
+        """Describe the problem, without arrays."""
+        q, k = (
+            ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[self.dtype]), self.dtype, 0, 0, True)
+            for shape in self.shapes
+        )
+        return describe_attention(q, k, k, **self.options)[0]
+
+
+def cases() -> list[Case]:
+    """Thin problems of usual shapes for forward_mma, and drawn ones for all kernels."""
+    found = []
+    for head_dim in (64, 128, 256):
+        for batch, heads, heads_kv, seqlen_q, seqlen_k in (
+            (1, 8, 8, 1, 8192), (1, 8, 8, 1, 65536), (8, 32, 8, 1, 4096), (1, 32, 8, 1, 1000), (64, 32, 8, 1, 2048),
+            (1, 16, 16, 77, 77), (1, 8, 8, 77, 1000), (1, 8, 8, 16, 4096), (4, 16, 16, 256, 77),
+        ):  # fmt: skip
+            found.append(Case("forward_mma", "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim))
+        squares = (
+            (1, 8, 128), (1, 8, 256), (1, 8, 512), (1, 4, 1024), (1, 8, 1024), (1, 16, 2048), (4, 16, 512),
+            (32, 12, 197), (1, 16, 4096),
+        )  # fmt: skip
+        for (batch, heads, length), causal in product(squares, (False, True)):
+            found.append(Case("forward_mma", "float16", batch, heads, heads, length, length, head_dim, causal))
+        found.append(Case("forward_mma", "float16", 1, 8, 8, 4096, 4096, head_dim, False, (512, 0)))
+        found.append(Case("forward_mma", "float16", 1, 8, 8, 300, 5000, head_dim, True))
+    rng = random.Random(5)
+    widths = (32, 64, 80, 96, 128, 128, 160, 192, 256, 512)
+    found += [draw(rng, "forward_mma", "float16", widths, 2e11) for _ in range(70)]
+    found += [draw(rng, "forward_wmma", "float16", (64, 128, 256), 1e11) for _ in range(50)]
+    found += [draw(rng, "forward_scalar", "float32", (64, 128, 256), 1.2e10) for _ in range(50)]
+    found += [draw(rng, "forward_scalar", "float64", (64, 128), 6e9) for _ in range(25)]
+    return found
+
+
+def draw(rng: random.Random, kernel: str, dtype: str, head_dims: tuple[int, ...], most_flops: float) -> Case:
+    """Draw a problem; lengths are as likely between 100 and 200 as between 1000 and 2000."""
+
+    def length(low: int, high: int) -> int:
+        return round(2 ** rng.uniform(math.log2(low), math.log2(high)))
+
+    while True:
+        head_dim = rng.choice(head_dims)
+        heads_kv, group_size = rng.choice((1, 2, 4, 8, 12, 16, 32)), rng.choice((1, 1, 1, 4, 8))
+        batch = rng.choice((1, 1, 1, 2, 4, 8, 16, 64))
+        seqlen_q = 1 if rng.random() < 0.25 else length(2, 4096)
+        seqlen_k = length(64, 65536) if seqlen_q < 64 or rng.random() < 0.3 else seqlen_q
+        causal = seqlen_q > 1 and rng.random() < 0.45
+        case = Case(kernel, dtype, batch, heads_kv * group_size, heads_kv, seqlen_q, seqlen_k, head_dim, causal)
+        fits = 8 * batch * heads_kv * seqlen_k * head_dim < 4e9
+        if 1e6 < case.flops < most_flops and fits and (not causal or seqlen_k >= seqlen_q):
+            return case
+
+
+def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
+    """Tiles and numbers of splits worth measuring: usual ones, and those that the model would choose for a tile."""
+    problem, spec = case.describe(), SPECS[case.kernel]
+    rows = case.seqlen_q * case.heads // case.heads_kv
+    for tile in spec.tiles(problem.traits, device):
+        num_blocks = make_plan(problem, device, Settings(spec.name, str(tile), False), 1).num_blocks
+        far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 64
+        if tile.block_m > 4 * max(rows, 16) or far_too_low:
+            continue
+        resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
+        chosen = find_build(problem.traits, device, Settings(spec.name, str(tile), False)).choose(lengths_of(problem))
+        most = -(-case.seqlen_k // tile.block_n) if num_blocks < resident else 1
+        for splits in sorted({*SPLITS, chosen.num_splits}):
+            if splits == 1 or (splits <= most and num_blocks * splits <= 3 * resident):
+                yield tile, splits
+
+
+def measure(file: Path) -> None:
+    """Time every candidate of every problem on the current GPU."""
+    from concurrent.futures import ThreadPoolExecutor
+    from os import cpu_count
+
+    import cupy
+
+    from cuflash.bench.device import GpuBackend
+    from cuflash.gpu.compile import kernel_function
+    from cuflash.gpu.launch import Launch, device_info
+    from cuflash.problem.problem import Operands
+
+    device = device_info(0)
+    found = [(case, list(candidates(case, device))) for case in cases()]
+
+    def plan_of(case: Case, tile: Tile, splits: int) -> Any:
+        return make_plan(case.describe(), device, Settings(case.kernel, str(tile), False), splits)
+
+    programs = {plan_of(case, *candidate).program for case, chosen in found for candidate in chosen}
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        list(pool.map(lambda program: kernel_function(program, 0), programs))
+    backend, stored = GpuBackend(), []
+    rng = cupy.random.default_rng(0)
+    for case, chosen in found:
+        q, k, v = (
+            rng.standard_normal(shape, dtype="float32").astype(DTYPES[case.dtype])
+            for shape in (case.shapes[0], case.shapes[1], case.shapes[1])
+        )
+        out = cupy.empty_like(q)
+        arrays = {"q": q, "k": k, "v": v, "out": out}
+        pointers = [arrays[name].data.ptr if name in arrays else 0 for name in Operands._fields]
+        problem, _ = describe_attention(q, k, v, out=out, **case.options)
+
+        def prepared(plan: Any, problem: Problem = problem, pointers: list[int] = pointers, out: Any = out) -> Any:
+            launch, workspace = Launch(problem, plan, 0), cupy.empty(plan.workspace + 16, "uint8")
+            return lambda: launch.run(list(pointers), out, None, workspace)
+
+        calls = {(str(tile), splits): prepared(plan_of(case, tile, splits)) for tile, splits in chosen}
+        times = backend.time_candidates(calls, REPEATS)
+        stored.append(case._asdict() | {"times": [[*key, round(median, 2)] for key, (_, median) in times.items()]})
+    file.write_text(dumps({"device": backend.device_name(), "problems": stored}))
+
+
+def dumps(stored: dict[str, Any]) -> str:
+    """JSON with a line for each problem."""
+    lines = ",\n".join(json.dumps(problem, separators=(",", ":")) for problem in stored["problems"])
+    return f'{{"device": {json.dumps(stored["device"])}, "problems": [\n{lines}\n]}}\n'
+
+
+FAMILIES = {
+    tiles_mma._COST: "forward_mma",
+    tiles_mma._COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
+    tiles_wmma._COST: "forward_wmma",
+    tiles_scalar._COST: "forward_scalar",
+    tiles_scalar._COST_OF_DOUBLES: "forward_scalar, float64",
+}
+
+
+class Measured(NamedTuple):
+    """A case with what its candidates took."""
+
+    case: Case
+    problem: Problem
+    lengths: Lengths
+    times: list[tuple[Tile, int, float]]
+
+    @property
+    def called(self) -> list[tuple[Tile, int, float]]:
+        """The same, as long as calls would take: those with splits keep the host busy."""
+        return [(tile, splits, max(time, SPLIT_CALL) if splits > 1 else time) for tile, splits, time in self.times]
+
+    @property
+    def best(self) -> float:
+        """The least time of a call."""
+        return min(time for _, _, time in self.called)
+
+
+def read(file: Path, device: Device) -> list[Measured]:
+    """Read what was measured of tiles that are still in use."""
+    found = []
+    for stored in json.loads(file.read_text())["problems"]:
+        times = stored.pop("times")
+        if stored["window"] is not None:
+            stored["window"] = tuple(stored["window"])
+        case = Case(**stored)
+        problem = case.describe()
+        tiles = {str(tile): tile for tile in SPECS[case.kernel].tiles(problem.traits, device)}
+        known = [(tiles[name], splits, time) for name, splits, time in times if name in tiles]
+        found.append(Measured(case, problem, lengths_of(problem), known))
+    return found
+
+
+def family(case: Case) -> str:
+    """Name of the constants that a case belongs to."""
+    return FAMILIES[SPECS[case.kernel].cost(case.describe().traits)]
+
+
+def losses(found: list[Measured], device: Device) -> dict[str, list[tuple[float, Measured, str]]]:
+    """How much longer each choice takes than the best candidate, by family, the worst first.
+
+    Of splits that were not measured the next smaller number counts; tiles that were not count as infinite.
+    """
+    by_family: dict[str, list[tuple[float, Measured, str]]] = {}
+    for one in found:
+        build = find_build(one.problem.traits, device, Settings(one.case.kernel, "", False))
+        choice = build.choose(one.lengths)
+        tile = build.tiles[choice.tile_idx]
+        fewer = [(splits, time) for other, splits, time in one.called if other == tile and splits <= choice.num_splits]
+        loss = max(fewer)[1] / one.best - 1 if fewer else math.inf
+        by_family.setdefault(family(one.case), []).append((loss, one, f"{tile}, {choice.num_splits} splits"))
+    return {name: sorted(those, key=lambda loss: -loss[0]) for name, those in by_family.items()}
+
+
+def report(found: list[Measured], device: Device) -> None:
+    """Print mean and worst loss of each family."""
+    everything = []
+    for name, those in losses(found, device).items():
+        values = [loss for loss, *_ in those]
+        everything += values
+        print(f"{name}: {len(values)} problems, mean loss {sum(values) / len(values):.2%}, worst {values[0]:.1%}")
+        for loss, one, choice in those[:3]:
+            best = min(one.called, key=lambda candidate: candidate[2])
+            print(f"    {loss:.1%} {tuple(one.case)[2:]}: {choice}; best {best[0]}, {best[1]} splits, {best[2]} us")
+    print(f"all: {len(everything)} problems, mean {sum(everything) / len(everything):.2%}, worst {max(everything):.1%}")
+
+
+def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
+    """Fit constants: first to all times, then to the losses of what they would choose.
+
+    Times of bad candidates count less, and large errors no more than in proportion.
+    """
+    import numpy as np
+    from scipy.optimize import least_squares, minimize
+
+    rows = []
+    for index, one in enumerate(found):
+        spec, traits = SPECS[one.case.kernel], one.problem.traits
+        features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
+        for (tile, splits, time), (*_, called) in zip(one.times, one.called, strict=True):
+            walk, max_blocks = walk_of(one.lengths, tile), spec.min_blocks(traits, tile, device)
+            rows.append((index, tile, features, max_blocks, walk, splits, one.lengths, traits.head_dim_v, called, time))
+    place = np.array([row[0] for row in rows])
+    measured = np.array([row[-1] for row in rows])
+    relative = np.array([row[-2] for row in rows]) / np.array([found[index].best for index in place])
+    floor = np.log([SPLIT_CALL if row[5] > 1 else 1e-9 for row in rows])
+    weight = relative**-1.5
+
+    def predicted(logs: Any) -> Any:
+        cost, paces, times = Cost(*np.exp(logs).tolist()), {}, []
+        for _, tile, features, max_blocks, walk, splits, lengths, width, *_ in rows:
+            key = tile, features, max_blocks
+            if key not in paces:
+                paces[key] = pace_of(cost, *key)
+            time = time_of(paces[key], walk, device.num_multiprocessors, splits)
+            if splits > 1:
+                time += cost.merge + splits * time_of_a_split(cost, lengths, width)
+            times.append(time)
+        return np.log(times)
+
+    def errors(logs: Any) -> Any:
+        return np.append((predicted(logs) - np.log(measured)) * weight, 0.02 * (logs - first))
+
+    def expected_loss(logs: Any) -> float:
+        raw = predicted(logs)
+        times = np.maximum(raw, floor)
+        least = np.full(len(found), np.inf)
+        np.minimum.at(least, place, times)
+        chance = np.exp((least[place] - times) / 0.02)  # as if two per cent could not be told apart
+        loss = np.bincount(place, chance * (relative - 1)) / np.bincount(place, chance)
+        error = np.mean(weight * np.abs(raw - np.log(measured)))
+        return float(loss.mean() + 0.5 * np.sqrt((loss**2).mean()) + 0.3 * error + 1e-4 * np.sum((logs - first) ** 2))
+
+    first = np.log(np.array(start))
+    logs = least_squares(errors, first, loss="soft_l1", f_scale=0.03).x
+    logs = minimize(expected_loss, logs, method="Powell", options={"maxiter": 3, "maxfev": 900}).x
+    return Cost(*(float(f"{value:.3g}") for value in np.exp(logs)))
+
+
+def main() -> int:
+    """Measure, fit or report."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("step", nargs="?", choices=("measure", "fit", "report"), default="report")
+    parser.add_argument("--file", type=Path, default=STORED)
+    parser.add_argument("--family", default="", help="part of the name of the constants to fit")
+    arguments = parser.parse_args()
+    if arguments.step == "measure":
+        measure(arguments.file)
+        return 0
+    from cuflash.plan.table import device_of
+
+    device = device_of(90)
+    found = read(arguments.file, device)
+    if arguments.step == "report":
+        report(found, device)
+        return 0
+    for name in dict.fromkeys(family(one.case) for one in found):
+        if arguments.family in name:
+            those = [one for one in found if family(one.case) == name]
+            cost = fit(those, device, SPECS[those[0].case.kernel].cost(those[0].problem.traits))
+            print(f"{name}: {cost}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

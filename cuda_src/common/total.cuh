@@ -1,0 +1,35 @@
+// Sums that start again from zero, and the total that they join.
+//
+// Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
+// every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
+#pragma once
+
+#include "common/softmax.cuh"
+#include "ptx/exp2.cuh"
+
+namespace cuflash {
+
+constexpr int kTilesPerSum = 4096 / kBlockN;  // until then the drift is a tenth of the rounding to 16 bits
+
+// A thread's part of O for the keys before the last restart: kValues of each of its rows. Volatile, so that it stays in
+// memory.
+template <int kRows, int kValues>
+struct Total {
+    volatile float sums[kRows][kValues];
+    volatile float row_max[kRows];  // that their weights are relative to
+
+    // What makes the sums of a row relative to a later maximum. Differences times `multiplier` are in units of log2(e).
+    __device__ __forceinline__ float factor(int r, float later_max, float multiplier) const {
+        const float difference = row_max[r] - finite_maximum(later_max);
+        return exp2_approximate(difference * multiplier);
+    }
+    // o += total, `o(i)` being value i of row r as the kernel holds it, and `factor(i)` what the total's is multiplied
+    // by.
+    template <typename Values, typename Factors>
+    __device__ __forceinline__ void add_to(int r, Values o, Factors factor) const {
+#pragma unroll
+        for (int i = 0; i < kValues; ++i) o(i) = multiply_add(sums[r][i], factor(i), o(i));
+    }
+};
+
+}  // namespace cuflash

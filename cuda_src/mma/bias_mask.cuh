@@ -1,0 +1,81 @@
+// Bias and mask for mma.sync: those of the first rows are read before the products, those of the others before the rows
+// in front of them are worked on.
+#pragma once
+
+#include "mma/rows.cuh"
+
+namespace cuflash {
+
+static_assert(kColumns <= 32, "hide_by_bias has a bit for each");
+
+// Rows on the way, and how they are read.
+struct ArrayRows {
+    bool vectors;  // all the warp's rows have them for this tile
+    RowColumns<kRun> ahead[kRowsAhead][kColumns / kRun];
+
+    __device__ __forceinline__ void begin(const View& view) {
+        const LogitRow& row = view.rows[view.lane % kRowsPerWarp].logit;
+        const RowContext context = row_context(view.params, view.tile, row, view.n_begin);
+        vectors = __all_sync(0xffffffffu, has_vectors<kRun>(view.params, context));
+        fetch<kRowsAhead>(view, 0);
+    }
+
+    template <int kNumRows>
+    __device__ __forceinline__ void fetch(const View& view, int first) {
+        if (vectors) fetch_rows<true, kNumRows>(view, first);
+        else fetch_rows<false, kNumRows>(view, first);
+    }
+
+    template <bool kVectors, int kNumRows>
+    __device__ __forceinline__ void fetch_rows(const View& view, int first) {
+#pragma unroll
+        for (int r = first; r < first + kNumRows; ++r) {
+            // fence: few at a time
+            if (!kVectors) __syncwarp();  // addresses of elements take registers as well
+            const RowContext row = view.context(r);
+#pragma unroll
+            for (int i = 0; i < kColumns; i += kRun)
+                ahead[r % kRowsAhead][i / kRun].template load<kVectors>(view.params, row, column_of(i, view.lane));
+        }
+    }
+};
+
+// Scores become logits, by all that they need beside the scores.
+__device__ __forceinline__ void add_row_logits(const View& view, ArrayRows& arrays, Scores& scores) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        __syncwarp();  // fence: one row after the other
+        const RowContext row = view.context(r);
+#pragma unroll
+        for (int i = 0; i < kColumns; i += kRun) {
+            float logits[kRun];
+#pragma unroll
+            for (int e = 0; e < kRun; ++e) logits[e] = unit_score(view.unit, at(scores, r, i + e));
+            scores_to_row_logits<false>(row, arrays.ahead[r % kRowsAhead][i / kRun], column_of(i, view.lane), logits);
+#pragma unroll
+            for (int e = 0; e < kRun; ++e) at(scores, r, i + e) = logits[e];
+        }
+        if (kHasArrays && r + kRowsAhead < kRows) arrays.fetch<1>(view, r + kRowsAhead);
+    }
+}
+
+// Hides what the bias hides, whatever its scores are. Columns behind the last key are hidden already.
+__device__ __forceinline__ void hide_by_bias(const View& view, Scores& scores) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const RowContext row = view.context(r);
+        unsigned int hidden = 0;  // bit i: value i
+#pragma unroll 1
+        for (int i = 0; i < kColumns; ++i) {
+            const char* bias =
+                row.bias + min(column_of(i, view.lane), row.last_column) * view.params.bias_strides.column;
+            hidden |= static_cast<unsigned int>(load_as<kBiasDtype>(bias) == -infinity()) << i;
+        }
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            if (hidden >> i & 1) at(scores, r, i) = -infinity();
+        }
+    }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,123 @@
+// Running maxima of rows that lie in fragments of mma.sync, and O as it is rescaled.
+#pragma once
+
+#include "common/softmax.cuh"
+#include "mma/logits.cuh"
+#include "ptx/maximum.cuh"
+
+namespace cuflash {
+
+// Weights are relative to a reference that is the row's maximum, or was it until a few tiles ago: the output is
+// rescaled only when some row's maximum has outgrown its reference by so many bits that weights might leave the range.
+constexpr float kSlackBits = kBfloat16 ? 8 : 4;
+constexpr float kReferenceBits = kBfloat16 ? 0 : kWeightBits - kSlackBits;
+constexpr float kReferenceUnit = kBfloat16 ? 1.0f : 1.0f / (1 << static_cast<int>(kReferenceBits));
+
+// Running maxima of the rows of each warp, at the four lanes that share them. All builds have it, whether they use it
+// or not, so that who allocates shared memory need not know how few registers are.
+using RowMaxima = RowValues[kNumWarps][8];
+
+// Running maximum and sum of a lane's rows. Where registers are few, the maxima lie in shared memory: they rarely
+// change.
+struct RowStates {
+    RowMaxima& shared;
+    RowValues held;
+    RowValues row_sum;  // of the lane's own keys; the lanes' sums are added once, at the end
+
+    __device__ __forceinline__ RowStates(RowMaxima& shared, const Warp& warp) : shared(shared) {
+        RowValues none;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) row_sum[r] = 0, none[r] = -infinity();
+        set_maxima(none, warp);
+    }
+    __device__ __forceinline__ RowValues maxima(const Warp& warp) const {
+        if constexpr (kFewRegisters) return shared[warp.thread / 32][warp.lane / 4];
+        else return held;
+    }
+    __device__ __forceinline__ void set_maxima(const RowValues& values, const Warp& warp) {
+        if constexpr (kFewRegisters) {
+            __syncwarp();
+            if (warp.lane % 4 == 0) shared[warp.thread / 32][warp.lane / 4] = values;
+            __syncwarp();  // right either way: barriers come before they are read
+        } else {
+            held = values;
+        }
+    }
+};
+
+// The largest of the lane's scores in each row. `kKeepNan`: NaN if there is one, else the largest of the others.
+template <bool kKeepNan>
+__device__ __forceinline__ RowValues largest_scores(Scores& scores) {
+    RowValues largest;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        largest[r] = at(scores, r, 0);
+#pragma unroll
+        for (int i = 1; i < kColumns; ++i) {
+            const float score = at(scores, r, i);
+            largest[r] = kKeepNan ? maximum_or_nan(largest[r], score) : maximum(largest[r], score);
+        }
+    }
+    return largest;
+}
+
+__device__ __forceinline__ bool any_nan(const RowValues& values) {
+    bool any = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) any |= values[r] != values[r];  // right either way: hiding does no harm
+    return __any_sync(0xffffffffu, any);
+}
+
+// The largest value among the four lanes that share a row.
+__device__ __forceinline__ float quad_maximum(float value) {
+    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+// The largest logit of a row, from the largest score of the lane's keys.
+__device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, float score) {
+    if constexpr (kShiftedLogits) score += logits.shift[r];
+    score = quad_maximum(score);
+    if constexpr (!kPolynomialLogits) return score;
+    // Without a branch: one for each row would keep them from being worked on together.
+    return score == kLowestScore ? -infinity() : multiply_subnormal(score, logits.factor(score));
+}
+
+// The maxima of rows over the keys of both warps that share them.
+__device__ __forceinline__ void exchange_maxima(RowValues& largest, Exchange& exchange, const Warp& warp) {
+    float (&maxima)[kWarpsPerRow][32] = exchange[warp.group];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        if (warp.lane % 4 == 0) maxima[warp.share][row_of(r, warp.lane)] = largest[r];
+    }
+    warp.wait();
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) largest[r] = maximum(largest[r], maxima[1 - warp.share][row_of(r, warp.lane)]);
+}
+
+// Leaves in `maxima` the references of the rows' weights, given the largest score of the lane in each. O and the sums
+// are rescaled where one has been outgrown.
+__device__ __forceinline__ void follow_maxima(RowValues& maxima, RowValues largest, const TileLogits& logits,
+                                              float multiplier, RowStates& states, Output& o, Exchange& exchange,
+                                              const Warp& warp) {
+    bool outgrown = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        largest[r] = maximum(maxima[r], largest_logit(logits, r, largest[r]));
+        // right either way: maxima may grow at any time
+        outgrown |= (largest[r] - maxima[r]) * multiplier > kSlackBits;
+    }
+    if (!warp.any(outgrown)) return;  // right either way: maxima may grow at any time
+    if constexpr (kWarpsPerRow > 1) exchange_maxima(largest, exchange, warp);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const float factor = exp2_approximate((maxima[r] - finite_maximum(largest[r])) * multiplier);
+        states.row_sum[r] *= factor;
+#pragma unroll
+        for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= factor;
+    }
+    maxima = largest;
+    states.set_maxima(maxima, warp);
+}
+
+}  // namespace cuflash

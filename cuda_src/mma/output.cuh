@@ -1,0 +1,132 @@
+// O as it starts again from zero, for mma.sync, and its rows at the end: normalised, converted and stored.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/total.cuh"
+#include "mma/softmax.cuh"
+
+namespace cuflash {
+
+using OutputTotal = Total<kRows, 2 * kFeatureTiles>;
+
+// o += total
+__device__ __forceinline__ void add_total(Output& o, const OutputTotal& total, const RowValues& maxima,
+                                          float multiplier) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const float factor = total.factor(r, maxima[r], multiplier);
+        total.add_to(r, [&](int i) -> float& { return at(o, r, i); }, [&](int) { return factor; });
+    }
+}
+
+// total = o, o = 0
+__device__ __forceinline__ void restart(Output& o, OutputTotal& total, const RowValues& maxima) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        total.row_max[r] = maxima[r];
+#pragma unroll
+        for (int i = 0; i < 2 * kFeatureTiles; ++i) {
+            total.sums[r][i] = at(o, r, i);
+            at(o, r, i) = 0;
+        }
+    }
+}
+
+template <typename T>
+__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
+}
+
+// Reference and sum of the row that a lane finishes, over all of its keys.
+struct RowTotal {
+    float row_max;
+    float row_sum;
+};
+__device__ __forceinline__ RowTotal total_of_lane(const RowStates& states, Exchange& exchange, const Warp& warp) {
+    const int lane = warp.lane;
+    const RowValues maxima = states.maxima(warp);
+    RowTotal total = {};
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        float sum = states.row_sum[r];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        const float maximum_of_row = __shfl_sync(0xffffffffu, maxima[r], lane % 8 * 4);
+        const float sum_of_row = __shfl_sync(0xffffffffu, sum, lane % 8 * 4);
+        if (lane / 8 == r) total = {maximum_of_row, sum_of_row};
+    }
+    if constexpr (kWarpsPerRow > 1) {
+        float (&sums)[kWarpsPerRow][32] = exchange[warp.group];
+        warp.wait();  // right either way: the last exchange of weights was later than the reads of Q
+        sums[warp.share][lane] = total.row_sum;
+        warp.wait();
+        total.row_sum = sums[0][lane] + sums[1][lane];
+    }
+    return total;
+}
+
+// Stores the warp's features of 16-bit output, which lie in its rows of `staging`; `address` is that of the row that
+// the lane has finished.
+__device__ __forceinline__ void store_staged_rows(const AttentionParams& params, const TileMap& tile,
+                                                  const Element (*staging)[kPitchQ], char* address, const Warp& warp) {
+    constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors), kAtOnce = 32 / kLanes;
+    const int lane = warp.lane, own_row = lane / kLanes;
+    const int column = warp.share * kWarpFeatures + lane % kLanes * 8;
+    const auto store = [&](int pass, char* row_address) {
+        if (kLanes == kVectors || lane % kLanes < kVectors)
+            store_elements(params, row_address, column,
+                           *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
+    };
+    __syncwarp();
+    if (params.packed_heads == 1) {
+        const long long query = tile.row_begin + warp.first_row + own_row;
+        char* row_address = tile.out + query * params.out_strides.row;
+        const int num_rows = rows_left(tile, query);
+#pragma unroll(kVectorLoads ? 8 : 1)
+        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) {
+            store(pass, pass < num_rows ? row_address : nullptr);
+            row_address += kAtOnce * params.out_strides.row;
+        }
+    } else {
+#pragma unroll 1
+        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) store(pass, address_of_lane(address, pass + own_row));
+    }
+}
+
+// Stores lse and output of the warp's rows, `rows` being those of Q. Each lane finishes one row; 16-bit output passes
+// through the rows of Q, so that neighbouring lanes store neighbouring vectors.
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
+                                           const RowStates& states, Output& o, Exchange& exchange,
+                                           Element (*rows)[kPitchQ], const Warp& warp) {
+    const int lane = warp.lane;
+    const RowTotal total = total_of_lane(states, exchange, warp);
+    char* address = nullptr;
+    float factor = 0;
+    const Row row = row_at(params, tile, warp.first_row + lane);
+    if (lane < kRowsPerWarp && row.valid) {
+        const FinishedRow finished =
+            finish_row(params, tile, row, total.row_max * unit.factor, total.row_sum * kReferenceUnit);
+        factor = finished.multiplier / finished.divisor * kReferenceUnit;
+        if (warp.share == 0) store_lse(params, tile, row, finished);
+        address = output_row(params, tile, row);
+    }
+    __syncwarp();  // right either way: shuffles and the exchange come before
+    Element(*const staging)[kPitchQ] = &rows[warp.first_row];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const float row_factor = __shfl_sync(0xffffffffu, factor, row_of(r, lane));
+        char* const row_address = address_of_lane(address, row_of(r, lane));
+#pragma unroll
+        for (int f = 0; f < kFeatureTiles; ++f) {
+            const int column = warp.share * kWarpFeatures + f * 8 + lane % 4 * 2;
+            const float values[2] = {multiply_subnormal(at(o, r, 2 * f), row_factor),
+                                     multiply_subnormal(at(o, r, 2 * f + 1), row_factor)};
+            if constexpr (sizeof(OutElement) == 2)
+                *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
+            else if (row_address) store_output(params, row_address, column, values);
+        }
+    }
+    if constexpr (sizeof(OutElement) == 2) store_staged_rows(params, tile, staging, address, warp);
+}
+
+}  // namespace cuflash

@@ -1,0 +1,70 @@
+"""What `explain` finds out about a call, and how it is printed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .gpu.compile import entry_text
+from .plan.plan import Plan
+from .plan.table import Device
+from .problem.problem import Problem
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel serves a call, and why; `print` it."""
+
+    problem: Problem
+    """The call, without its data."""
+    kernel: str
+    """Name of the kernel; `"cpu"` for the NumPy back end."""
+    tile: str
+    """Rows x keys of a tile; empty for the NumPy back end."""
+    device: Device | None
+    """The GPU; None for the NumPy back end."""
+    plan: Plan | None
+    """Everything that the launch needs; None for the NumPy back end."""
+    num_blocks: int
+    num_threads: int
+    """Threads of a block, or of the NumPy back end."""
+    shared_memory: int
+    """Bytes per block."""
+    workspace: int
+    """Bytes of scratch memory; what the `workspace` argument must hold at least."""
+    registers: int | None
+    """Per thread; None where there is no compiler to ask."""
+    spill_bytes: int | None
+    """Register bytes per thread that did not fit; None where there is no compiler to ask."""
+    refusals: tuple[tuple[str, str], ...]
+    """Kernels ahead of this one in the table and why each refused."""
+
+    @property
+    def source(self) -> str:
+        """The generated source of the kernel; empty for the NumPy back end."""
+        return entry_text(self.plan.program) if self.plan else ""
+
+    def __str__(self) -> str:
+        lines = _lines_of_cpu(self) if self.device is None else _lines_of_gpu(self, self.device)
+        refused = [f"  not {name}: {reason}" for name, reason in self.refusals]
+        return "\n".join([str(self.problem), *lines, *refused])
+
+
+def _lines_of_cpu(found: Explanation) -> list[str]:
+    return [f"  kernel         {found.kernel}: NumPy arrays are computed on the CPU, {found.num_threads} threads"]
+
+
+def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
+    splits = ""
+    if found.plan and found.plan.num_splits > 1:
+        splits = f": {found.plan.num_splits} splits of the keys for each tile, merged by a second kernel"
+    registers = f"unknown (no NVRTC here that compiles for {device.arch})"
+    if found.registers is not None:
+        registers = f"{found.registers} per thread, {found.spill_bytes} bytes spilled"
+    return [
+        f"  kernel         {found.kernel} for {device.arch}",
+        f"  tile           {found.tile} (rows x keys), {found.num_threads} threads",
+        f"  grid           {found.num_blocks} blocks{splits}",
+        f"  shared memory  {found.shared_memory} of {device.shared_memory_per_block} bytes per block",
+        f"  registers      {registers}",
+        f"  workspace      {found.workspace} bytes",
+    ]

@@ -1,0 +1,78 @@
+"""Partial results on a GPU, merged: so many at a time as one launch takes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from ..plan.partial import partial_layout
+from ..problem.arrays import ArrayInfo
+from ..problem.parts import Parts, result_operands
+from ..problem.problem import Operand, alignment_of
+from .compile import kernel_function
+from .merge import MAX_PARTS, Merge, plan_merge
+from .workspace import Result, allocate_with_workspace, launch_merge
+
+
+def merge_workspace(parts: Parts) -> int:
+    """Bytes of scratch memory: partial results of each `MAX_PARTS` arrays, if there are more."""
+    if parts.strides is not None or parts.num_parts <= MAX_PARTS:
+        return 0
+    first = parts.outs[0]
+    partial = partial_layout(first.shape[:-1], first.shape[-1], parts.lses[0].dtype)
+    return -(-parts.num_parts // MAX_PARTS) * sum(partial.strides)
+
+
+class Step(NamedTuple):
+    """One launch with its addresses."""
+
+    merge: Merge
+    outs: list[int]
+    lses: list[int]
+    out: int
+    lse: int
+
+
+def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
+    """Launches that merge parts, in their order, given the addresses of results and of scratch memory."""
+    shape, dtype = parts.outs[0].shape, parts.lses[0].dtype
+    rows, width = shape[:-1], shape[-1]
+    out_result, lse_result = result_operands(parts)
+    outs, lses = _operands(parts.outs), _operands(parts.lses)
+    out_pointers, lse_pointers = ([info.pointer for info in infos] for infos in (parts.outs, parts.lses))
+    if merge_workspace(parts) == 0:
+        whole = plan_merge(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
+        return [Step(whole, out_pointers, lse_pointers, out, lse)]
+    partial_out, partial_lse, (out_step, lse_step) = partial_layout(rows, width, dtype)
+    num_groups = -(-parts.num_parts // MAX_PARTS)
+    partial_lses = workspace + num_groups * out_step
+    steps = []
+    for group in range(num_groups):
+        members = slice(group * MAX_PARTS, (group + 1) * MAX_PARTS)
+        some = outs[members]
+        merge = plan_merge(rows, width, some, lses[members], partial_out, partial_lse, len(some), None)
+        to = workspace + group * out_step, partial_lses + group * lse_step
+        steps.append(Step(merge, out_pointers[members], lse_pointers[members], *to))
+    steps_apart = out_step, lse_step
+    last = plan_merge(rows, width, [partial_out], [partial_lse], out_result, lse_result, num_groups, steps_apart)
+    return [*steps, Step(last, [workspace], [partial_lses], out, lse)]
+
+
+def _operands(infos: list[ArrayInfo]) -> list[Operand]:
+    return [Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides)) for x in infos]
+
+
+def merge_on_gpu(parts: Parts) -> tuple[Any, Any]:
+    """Compute `merge_attention_states` of checked GPU arrays."""
+    import cupy
+
+    device_id, rows = parts.outs[0].device, parts.lses[0].shape
+    out_result, lse_result = result_operands(parts)
+    with cupy.cuda.Device(device_id):
+        result = Result(parts.outs[0].shape, out_result)
+        out, _workspace, address = allocate_with_workspace(cupy, result, None, merge_workspace(parts), None)
+        lse = Result(rows, lse_result).allocate(cupy)
+        steps = merge_steps(parts, out.data.ptr, lse.data.ptr, address)
+        functions = [kernel_function(step.merge.program, device_id) for step in steps]
+        for function, step in zip(functions, steps, strict=True):
+            launch_merge(function, *step)
+    return out, lse

@@ -1,0 +1,227 @@
+"""What a problem takes with a tile and a number of splits: the plan has the choice that takes the least.
+
+A multiprocessor works on one tile of keys in T microseconds; a block that is alone waits L for one. Of c blocks that
+share a multiprocessor each takes sqrt(L^2 + (c T)^2) per tile. Blocks come in waves of as many as the device holds, and
+the longest ones first. Constants are microseconds on an H200, fitted to measurements by `benchmarks/fit_cost.py`, which
+says how far its choices are from the best ones; other GPUs differ in all of them alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import sqrt
+from typing import NamedTuple
+
+from ..problem.problem import Problem
+from .tiles import Tile
+
+MAX_SPLITS = 128
+SPLIT_CALL = 18.0
+"""What a call with two launches and scratch memory takes the host: faster ones are no use, without a graph."""
+
+
+class Cost(NamedTuple):
+    """Constants of a kernel. Features are those of a key and a value together, as the kernel pads them."""
+
+    product: float
+    """Of T: for each row, key and feature."""
+    weight: float
+    """Of T: for each row and key."""
+    load: float
+    """Of T: for each key and feature, and each four warps that read it."""
+    tile: float
+    """Of T: for each tile."""
+    latency: float
+    """Of L: for each tile."""
+    latency_load: float
+    """Of L: for each key and feature."""
+    copy: float
+    """Of L: for each key and feature of a thread."""
+    exposed_copy: float
+    """Of L: the same, where there is one buffer and the copy of a tile is waited for."""
+    block: float
+    """For each block: it finds its tile, loads the first keys, stores."""
+    block_load: float
+    """For each row and feature of a thread."""
+    merge: float
+    """For the launch that merges partial results."""
+    merge_split: float
+    """For each split."""
+    merge_byte: float
+    """For each byte of partial results, written and read."""
+
+
+class Pace(NamedTuple):
+    """Times of a tile."""
+
+    tile: Tile
+    block: float
+    """Of a block, beside its keys."""
+    times: tuple[float, ...]
+    """For a tile of keys, if one block has a multiprocessor for itself, if two share it, ... if it is full."""
+    most_splits: int
+
+
+def pace_of(cost: Cost, tile: Tile, features: int, max_blocks: int, most_splits: int = MAX_SPLITS) -> Pace:
+    """Work out the times of a tile of which a multiprocessor holds `max_blocks`."""
+    rows, keys, threads, stages = tile
+    loads, copies = keys * features, keys * features / threads
+    work = cost.product * rows * loads + cost.weight * rows * keys + cost.load * loads * threads / 128 + cost.tile
+    latency = cost.latency + cost.latency_load * loads + cost.copy * copies
+    if stages == 1:
+        latency += cost.exposed_copy * copies
+    times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
+    return Pace(tile, cost.block + cost.block_load * rows * features / threads, times, most_splits)
+
+
+class Lengths(NamedTuple):
+    """What of the lengths of a problem decides."""
+
+    queries: int
+    """Of a head; packed sequences: on average."""
+    group_size: int
+    """Query heads per key head."""
+    num_planes: int
+    """Query heads in all batches."""
+    keys: int
+    """That some query sees by its position; packed sequences: their length on average."""
+    later_keys: int
+    """Those of them that the first query does not see: each further query sees one more, until there are none left."""
+    width: int | None
+    """Keys that each query sees, where a window is closed on both sides."""
+
+    def heads_per_tile(self, rows: int) -> int:
+        """Query heads that share a tile: all of a group where one head's queries do not fill it, else one."""
+        return self.group_size if self.queries < rows else 1
+
+
+def lengths_of(problem: Problem) -> Lengths:
+    """Read the lengths of a problem, rounded to steps that no choice notices."""
+    queries, keys = problem.seqlen_q, problem.seqlen_k
+    heads = problem.num_heads_q
+    group_size = heads // problem.num_heads_kv if heads else 1
+    left, right, offset = problem.window_left, problem.window_right, problem.query_offset
+    num_planes = heads
+    for length in problem.batch:
+        num_planes *= length
+    if problem.traits.op == "attention_varlen":
+        # The host does not know where sequences begin.
+        num_sequences = max(problem.batch[0], 1)
+        queries, keys, offset = queries // num_sequences, keys // num_sequences, None
+    width, later_keys = None, 0
+    if right is not None:
+        if left is not None:
+            width = left + right + 1
+        if offset is not None:
+            first = max(offset + right + 1, 0)
+            keys = min(keys, queries + offset + right)
+            later_keys = max(keys - first, 0)
+    if left is not None and offset is not None:
+        keys = min(keys, problem.seqlen_k - offset + left)
+    return Lengths(_rounded(queries), group_size, num_planes, _rounded(max(keys, 0)), _rounded(later_keys), width)
+
+
+def _rounded(length: int) -> int:
+    """Round a length up by less than an eighth of it, so that neighbouring ones share a choice."""
+    step = 1 << max(length.bit_length() - 4, 0)
+    return -(-length // min(step, 64)) * min(step, 64)
+
+
+class Choice(NamedTuple):
+    """The least time, and what takes it."""
+
+    time: float
+    tile_idx: int
+    num_splits: int
+
+
+def cheapest(paces: Sequence[Pace], cost: Cost, lengths: Lengths, features: int, multiprocessors: int) -> Choice:
+    """Find the tile and the number of splits that take the least time.
+
+    `features` are those of a value, of which partial results are made.
+    """
+    best = Choice(float("inf"), 0, 1)
+    of_a_split = time_of_a_split(cost, lengths, features)
+    for tile_idx, pace in enumerate(paces):
+        walk = walk_of(lengths, pace.tile)
+        num_tiles, num_steps, average = walk
+        times = pace.times
+        if num_tiles * num_steps * average * times[-1] >= best.time * len(times) * multiprocessors:
+            continue  # even if nothing waited for anything
+        time = time_of(pace, walk, multiprocessors, 1)
+        if time < best.time:
+            best = Choice(time, tile_idx, 1)
+        before, most = 1, min(pace.most_splits, num_steps)
+        # Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once, but no more than where
+        # what one more adds is what it saves.
+        for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and num_tiles else ():
+            enough = sqrt(num_steps * times[min(blocks, len(times)) - 1] / of_a_split)
+            splits = min(blocks * multiprocessors // num_tiles, most, int(enough) + 1)
+            splits = -(-num_steps // -(-num_steps // max(splits, 1)))  # without those that would be left with no tile
+            if splits > before:
+                before = splits
+                time = time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
+                time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
+                if time < best.time:
+                    best = Choice(time, tile_idx, splits)
+    return best
+
+
+class Walk(NamedTuple):
+    """What is to be done, without splits."""
+
+    num_tiles: int
+    num_steps: int
+    """Tiles of keys that a tile of rows walks through, at most."""
+    average: float
+    """Of that number, what tiles walk through on average."""
+
+
+def walk_of(lengths: Lengths, tile: Tile) -> Walk:
+    """Count the tiles of a problem."""
+    rows, block_n = tile.block_m, tile.block_n
+    queries, group_size, num_planes, keys, later_keys, width = lengths
+    packed_heads = group_size if queries < rows else 1
+    num_tiles = -(-queries * packed_heads // rows) * (num_planes // packed_heads)
+    tile_queries = max(min(rows // packed_heads, queries), 1)
+    if width is not None:
+        keys = min(keys, width + tile_queries - 1)
+    later_keys = min(later_keys, keys) - tile_queries + 1
+    if later_keys <= 0 or keys == 0:
+        return Walk(num_tiles, -(-keys // block_n), 1.0)
+    if later_keys < queries:
+        fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
+    else:
+        fewer = later_keys - (queries - tile_queries) / 2
+    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0))
+
+
+def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
+    """Time that each split takes beside the work they share: partial results, written and read by a second launch."""
+    return cost.merge_split + cost.merge_byte * 8 * features * lengths.queries * lengths.num_planes
+
+
+def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
+    """Time of all blocks."""
+    num_blocks, num_steps, average = walk.num_tiles * splits, -(-walk.num_steps // splits), walk.average
+    begin, times = pace.block, pace.times
+    if num_blocks <= multiprocessors:
+        return begin + num_steps * times[0]
+    sharing = min(len(times), -(-num_blocks // multiprocessors))
+    # In the end the longest block is alone.
+    longest = begin + num_steps * (average * times[sharing - 1] + (1 - average) * times[0])
+    resident = len(times) * multiprocessors
+    if num_blocks <= resident:
+        return longest
+    waves, rest = divmod(num_blocks, resident)
+    wave = begin + num_steps * average * times[-1]
+    in_waves = waves * wave
+    if rest:
+        in_waves += begin + num_steps * average * times[-(-rest // multiprocessors) - 1]
+    # Blocks of different lengths drift apart, so that the next ones begin while others are still at work.
+    alike = SAME_WAVES + (1 - SAME_WAVES) * max(2 * average - 1, 0.0)
+    return max(longest, alike * in_waves + (1 - alike) * num_blocks / resident * wave)
+
+
+SAME_WAVES = 0.3
+"""Share of blocks that stay in waves where their lengths are as different as those of a causal square."""

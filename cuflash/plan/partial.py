@@ -1,0 +1,62 @@
+"""Where the partial results lie that blocks write which share the keys of a tile."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import NamedTuple
+
+from ..problem.arrays import ITEMSIZE, contiguous_strides
+from ..problem.problem import Operand, Problem, Traits, alignment_of
+
+PARTIAL_COLUMNS = 3
+"""Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
+parts have in common (`store_sum` of cuda_src/common/store.cuh)."""
+
+
+class Partial(NamedTuple):
+    """Where the results of a split lie in a workspace: packed, all `out` first, in the type of the computation."""
+
+    out: Operand
+    lse: Operand
+    """With `PARTIAL_COLUMNS`."""
+    strides: tuple[int, int]
+    """Bytes from split to split of `out` and `lse`."""
+
+
+@lru_cache(maxsize=1024)
+def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str) -> Partial:
+    """Layout of the partial results of `rows` x `head_dim_v`."""
+    widths = head_dim_v, PARTIAL_COLUMNS
+    out, lse = (_packed((*rows, width), dtype) for width in widths)
+    out_step, lse_step = (prod(rows) * width * ITEMSIZE[dtype] for width in widths)
+    return Partial(out, lse, (out_step, lse_step))
+
+
+def _packed(shape: tuple[int, ...], dtype: str) -> Operand:
+    strides = contiguous_strides(shape, ITEMSIZE[dtype])
+    return Operand(dtype, strides, alignment_of(0, shape, strides))
+
+
+def result_axes(problem: Problem) -> tuple[int, ...]:
+    """Lengths of the axes that the operands `out` and `lse` share."""
+    if problem.traits.op == "attention_varlen":
+        return problem.seqlen_q, problem.num_heads_q
+    return *problem.batch, problem.num_heads_q, problem.seqlen_q
+
+
+def partial_of(problem: Problem) -> Partial:
+    """Layout of a problem's partial results."""
+    return partial_layout(result_axes(problem), problem.traits.head_dim_v, problem.traits.lse_dtype)
+
+
+def partial_traits(traits: Traits) -> Traits:
+    """Return the traits of a problem whose results are partial: packed, so that they move like the inputs."""
+    return traits._replace(out_dtype=traits.lse_dtype, result_alignment=16)
+
+
+def partial_results(problem: Problem) -> Problem:
+    """Return the problem whose `out` and `lse` are those of one split."""
+    partial = partial_of(problem)
+    operands = problem.operands._replace(out=partial.out, lse=partial.lse)
+    return problem._replace(traits=partial_traits(problem.traits), operands=operands)

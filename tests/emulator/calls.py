@@ -1,0 +1,301 @@
+"""Calls of a kernel on the CPU that between them miss every guard and every barrier of the CUDA sources.
+
+Each takes an emulator and raises AssertionError if the kernel does what it must not. They are few, as every one may
+compile a kernel: a case of the matrix for each way through the sources, and what no case of the matrix shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from cases import CASES_BY_NAME
+from kernels.test_forward_mma import (
+    alibi,
+    alibi_scales,
+    alibi_with_few_registers,
+    bias_of_no_numbers,
+    softcap,
+    softcap_of_low_scores,
+    steps_of_heads,
+    turns,
+)
+
+from cuflash import attention, reference
+from cuflash.problem.problem import describe_attention
+from cuflash.testing import Case, check, describe, make_data, run
+from emulator.emulator import Emulator, merge
+from emulator.test_kernels import MALFORMED, malformed
+
+Call = Callable[[Emulator], None]
+
+
+def _pinned(emulator: Emulator, tile: str) -> Emulator:
+    return Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
+
+
+def _no_lse(emulator: Emulator) -> None:
+    x = np.ones((2, 70, 32), np.float16)
+    assert (emulator.attention(x, x, x) == 1).all()
+    assert (emulator.attention_varlen(x, x, x, np.array([0, 2])) == 1).all()
+
+
+def _hidden_rows(emulator: Emulator) -> None:
+    """Rows of k and v that no query of the last tile may see hold NaN, or none of the first one."""
+    rng = np.random.default_rng(0)
+    for seqlen_q, hidden in ((70, 70), (200, 128)):
+        q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((seqlen_q, 32), (200, 32), (200, 32)))
+        exact, _ = reference.attention(q, k, v, causal="top_left")
+        k[hidden:], v[hidden:] = np.nan, np.nan
+        out = emulator.attention(q, k, v, causal="top_left")
+        np.testing.assert_allclose(out[:hidden].astype(np.float64), exact[:hidden], atol=3e-3)
+
+
+def _huge_offsets(emulator: Emulator) -> None:
+    """Far beyond all keys, or in front of them, whatever the integer type."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((4, 1, 20, 16)).astype(np.float16) for _ in range(3))
+    options: list[dict[str, Any]] = [{"causal": True}, {"window": (5, None)}, {"window": (None, 5)}]
+    for dtype in (np.int64, np.uint64):
+        limits = np.iinfo(dtype)
+        offsets = np.array([limits.min, limits.max, limits.max // 2, 3], dtype)
+        for option in options:
+            out = emulator.attention(q, k, v, query_offset=offsets, **option)
+            expected = attention(q, k, v, query_offset=offsets, **option)
+            np.testing.assert_allclose(out.astype(np.float64), expected.astype(np.float64), atol=3e-3)
+
+
+def _tail_with_sinks(emulator: Emulator) -> None:
+    """Tokens behind the last sequence are 0, their lse is -inf and not the sink."""
+    x = np.ones((100, 2, 16), np.float16)
+    boundaries = np.array([0, 40, 70])
+    out, lse = emulator.attention_varlen(x, x, x, boundaries, boundaries, sinks=np.ones(2, np.float32), return_lse=True)
+    assert (out[70:] == 0).all() and np.isneginf(lse[70:]).all() and np.isfinite(lse[:70]).all()
+
+
+def _no_visible_key(emulator: Emulator) -> None:
+    """Nothing may be on its way at the end, not even to a tile whose Q would stay in shared memory."""
+    x = np.ones((5, 256), np.float16)
+    assert (emulator.attention(x, x, x, causal=True, query_offset=-1000) == 0).all()
+
+
+def _tall_tiles(emulator: Emulator) -> None:
+    """Packed sequences with several warps per block, however few rows there are."""
+    case = CASES_BY_NAME["packed-plain-True"]
+    problem = describe(case, "float16")
+    tile = str(emulator.spec.tiles(problem.traits, emulator.device)[0])
+    run(case, make_data(case, "float16"), np, _pinned(emulator, tile).function(case))
+
+
+def _in_splits(name: str, emulator: Emulator) -> None:
+    """Windows that begin and end inside of key tiles, with sinks; splits of packed sequences too."""
+    emulator.num_splits = 3
+    _case(name, "float16", "", emulator)
+
+
+def _split_window(emulator: Emulator) -> None:
+    """A split that begins inside of a tile of keys, behind NaN, and ends with keys that all rows see."""
+    emulator.num_splits = 3
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((20, 32)).astype(np.float16), rng.standard_normal((1000, 32)).astype(np.float16)
+    options: dict[str, Any] = {"window": (400, 0), "query_offset": 980}
+    exact, _ = reference.attention(q, k, k, **options)
+    k[:580] = np.nan
+    out = emulator.attention(q, k, k, **options)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
+
+
+def _splits_without_lse(emulator: Emulator) -> None:
+    emulator.num_splits = 2
+    x = np.ones((2, 200, 32), np.float16)
+    assert (emulator.attention(x, x, x) == 1).all()
+
+
+def _merge(width: int, emulator: Emulator) -> None:
+    """Three parts of ones or, where they have seen no key, of NaN; rows that fill no block."""
+    outs, lses = np.ones((3, 5, width), np.float32), np.zeros((3, 5), np.float32)
+    lses[0, 1:] = lses[:, 3] = -np.inf
+    outs[np.isneginf(lses)] = np.nan
+    for parts in ((outs, lses), (list(outs), list(lses))):
+        out, lse = merge(*parts, emulator.sources)
+        np.testing.assert_allclose(out, np.where(np.arange(5) == 3, 0, np.ones((width, 5))).T, rtol=1e-6)
+        np.testing.assert_allclose(
+            lse, np.log([3, 2, 2, 0, 2], where=[1, 1, 1, 0, 1], out=np.full(5, -np.inf)), rtol=1e-6
+        )
+
+
+def _alibi_far_away(num_splits: int, emulator: Emulator) -> None:
+    """Behind all keys and in front of them, where distances from the position itself would be all alike."""
+    emulator.num_splits = num_splits
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    for offset in (10**8, -(10**9)):
+        options: dict[str, Any] = {"query_offset": offset, "alibi_slopes": np.array([0.1])}
+        out, lse = emulator.attention(x, x, x, return_lse=True, **options)
+        exact, exact_lse = reference.attention(x, x, x, **options)
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=4e-3)
+        np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
+
+
+def _tail_with_slopes(emulator: Emulator) -> None:
+    """Slopes of every sequence and none of tokens that belong to none."""
+    x, boundaries = np.ones((100, 2, 16), np.float16), np.array([0, 40, 70])
+    slopes = np.ones((2, 2), np.float32)
+    emulator.num_splits = 2  # partial results need the slope of a row at its end, too
+    out = emulator.attention_varlen(x, x, x, boundaries, boundaries, alibi_slopes=slopes)
+    assert (out[:70] == 1).all() and (out[70:] == 0).all()
+    emulator.num_splits = 1
+    out = emulator.attention_varlen(x, x[:0], x[:0], boundaries[:1], boundaries[:1], alibi_slopes=slopes[:0])
+    assert (out == 0).all()
+
+
+def _parts_without_keys(emulator: Emulator) -> None:
+    """Rows of which the first part sees no key, far away."""
+    emulator.num_splits = 2
+    x, mask = np.ones((200, 16), np.float16), np.arange(200) >= np.array([[0], [150]])
+    options: dict[str, Any] = {"query_offset": 10**8, "alibi_slopes": np.array([0.1]), "mask": mask}
+    out, lse = emulator.attention(x[:2], x, x, return_lse=True, **options)
+    assert (out == 1).all()
+    np.testing.assert_allclose(lse, reference.attention(x[:2], x, x, **options)[1], rtol=1e-6)
+
+
+def _rounds_once(emulator: Emulator) -> None:
+    """One key, whose value of float64 lies above the middle of two results, or in it."""
+    q, v = np.ones((1, 16)), np.full((1, 16), 1 + 2.0**-11)
+    if emulator.refuses(describe_attention(q, q, v)[0]):
+        return
+    v[0, ::2] += 2.0**-40
+    out = emulator.attention(q, q, v, out_dtype="float16")
+    assert (out[0, ::2] == 1 + 2.0**-10).all() and (out[0, 1::2] == 1).all()
+
+
+def _many_threads(emulator: Emulator) -> None:
+    """More threads than a tile of keys has pieces of 16 bytes, in one stage and in two."""
+    x = np.ones((140, 16), np.float16)
+    for tile in ("64x32", "128x32x2"):
+        if tile in map(str, emulator.spec.tiles(describe_attention(x, x, x)[0].traits, emulator.device)):
+            assert (_pinned(emulator, tile).attention(x, x, x) == 1).all()
+
+
+def _huge_logits(emulator: Emulator) -> None:
+    """So large that the rounding of their products with log2(e) is beyond all exponents."""
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    out = emulator.attention(x, x, x, bias=np.full((70, 70), -1e30, np.float32), scale=1e-9)
+    np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
+
+
+def _extreme_softcaps(emulator: Emulator) -> None:
+    """So small that scores of 0 are what matters, and so large that it makes no difference."""
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    out = emulator.attention(np.zeros_like(x), x, x, softcap=1e-40, scale=100)
+    np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
+    out, exact = emulator.attention(x, x, x, softcap=1e7), reference.attention(x, x, x)[0]
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=5e-3)
+    for cap, scale in ((1e-6, 1e6), (300, 0.2), (300, 40)):
+        q, options = np.zeros_like(x) if cap < 1 else x, {"softcap": cap, "scale": scale}
+        out, exact = emulator.attention(q, x, x, **options), reference.attention(q, x, x, **options)[0]
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=5e-3)
+
+
+def _hidden_for_long(emulator: Emulator) -> None:
+    """A row that sees none of more keys than one sum takes."""
+    q, k = np.ones((2, 16), np.float16), np.ones((4200, 16), np.float16)
+    out = emulator.attention(q, k, k, mask=np.array([[False], [True]]))
+    assert (out[0] == 0).all() and (out[1] == 1).all()
+
+
+def _packed_heads(emulator: Emulator) -> None:
+    """Several tiles of rows, low ones and high ones, that stand for more heads than one, whole tiles of keys."""
+    for seqlen_q in (6, 20):
+        q, k = (np.random.default_rng(0).standard_normal(shape) for shape in ((8, seqlen_q, 16), (1, 128, 16)))
+        q, k = q.astype(np.float16), k.astype(np.float16)
+        out, exact = emulator.attention(q, k, k, causal=True), reference.attention(q, k, k, causal=True)[0]
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
+
+
+def _ping_pong_copies(emulator: Emulator) -> None:
+    """Halves of a block that copy K and V: neither as wide nor as far from row to row."""
+    for width, width_v in ((248, 256), (256, 248), (256, 256)):
+        q, k, memory = np.ones((70, width), np.float16), np.ones((130, width), np.float16), np.full((130, 512), np.nan)
+        memory[:, :width_v] = 1
+        v = memory.astype(np.float16)[:, :width_v]
+        if "128x64x2" in map(str, emulator.spec.tiles(describe_attention(q, k, v)[0].traits, emulator.device)):
+            assert (_pinned(emulator, "128x64x2").attention(q, k, v) == 1).all()
+
+
+_CASES_BY_NAME = CASES_BY_NAME | {
+    "broad": Case("broad", (70, 192), (150, 192), options={"causal": True}),
+    "broad-window": Case("broad-window", (140, 160), (170, 160), options={"window": (10, 10)}),
+    "broad-keys-4096": Case("broad-keys-4096", (5, 160), (4096, 160), value_mean=1.0),
+}
+"""Where warps share their rows, with as little work as there can be over several tiles of keys."""
+
+
+def _case(name: str, dtype: str, tile: str, emulator: Emulator) -> None:
+    case, problem = _CASES_BY_NAME[name], describe(_CASES_BY_NAME[name], dtype)
+    data = make_data(case, dtype)
+    if emulator.refuses(problem):
+        return
+    if tile:
+        if tile not in map(str, emulator.spec.tiles(problem.traits, emulator.device)):
+            return
+        emulator = _pinned(emulator, tile)
+    check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=emulator.spec.rounds_weights)
+
+
+_CASES = (
+    "lengths-63x65 float16", "causal-63x65 float16", "head_dim-17-17 float16", "head_dim-17-17 float16 32x32",
+    "head_dim-40-40 float16", "broad float16 128x64x2", "broad float16", "broad float16 64x64",
+    "broad-window float16 128x64x2", "heads-8-1-3x70 float16", "lengths-5x0 float32", "out_dtype-float32 float16",
+    "out_dtype-into float16", "out_dtype-odd float16", "out_dtype-float64 float16", "scale-negative float16",
+    "softcap-huge float32",
+    "lengths-63x65 float32", "layout-gaps float16", "layout-swapped float16", "head_dim-160-160 float16",
+    "head_dim-16-512 float16 32x64x2", "causal-200x131 float16 64x64", "causal-200x131 float16 128x64x2",
+    "head_dim-128-128 float16 128x64x2", "window-3-None float16", "window-5-7 float16 128x64x2",
+    "window-100-0 float16", "packed-tail-True float16", "packed-plain-True float16", "packed-top_left float16",
+    "bias-mask-odd float16", "bias-float32 float16", "bias-float16 float16", "mask-keys float16",
+    "mask-scalar float16", "packed-many-True float16", "keys-4090 float16", "keys-8192 float16", "keys-9000 float16",
+    "wide-window-160 float16 64x32x2",
+)  # fmt: skip
+"""Cases of the matrix, their dtypes and, for some, their tiles."""
+_SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
+
+CALLS: dict[str, Call] = {
+    **{name: partial(_case, *name.split()[:2], "".join(name.split()[2:])) for name in _CASES},
+    "no_lse": _no_lse,
+    "hidden_rows": _hidden_rows,
+    "huge_offsets": _huge_offsets,
+    "packed-tail-sinks": _tail_with_sinks,
+    "no_visible_key": _no_visible_key,
+    "tall_tiles": _tall_tiles,
+    "many_threads": _many_threads,
+    "huge_logits": _huge_logits,
+    "alibi far away": partial(_alibi_far_away, 1),
+    "alibi far away in splits": partial(_alibi_far_away, 2),
+    "packed-tail-slopes": _tail_with_slopes,
+    "parts_without_keys": _parts_without_keys,
+    "rounds_once": _rounds_once,
+    "extreme_softcaps": _extreme_softcaps,
+    "hidden_for_long": _hidden_for_long,
+    "packed_heads": _packed_heads,
+    "ping_pong_copies": _ping_pong_copies,
+    "turns": turns,
+    "steps_of_heads": steps_of_heads,
+    "alibi": alibi,
+    "alibi_few": alibi_with_few_registers,
+    "alibi_scales": alibi_scales,
+    "bias_of_no_numbers": bias_of_no_numbers,
+    "softcap": softcap,
+    "softcap_of_low_scores": softcap_of_low_scores,
+    **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
+    "split_window": _split_window,
+    "splits_without_lse": _splits_without_lse,
+    "merge-odd": partial(_merge, 17),
+    "merge-narrow": partial(_merge, 132),
+    "merge-wide": partial(_merge, 600),
+    **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
+    # The longest by far, for the few mutants that are left: keys of one sum, and some more.
+    "broad-keys-4096": partial(_case, "broad-keys-4096", "float16", "128x64x2"),
+    "wide-keys-4200": partial(_case, "wide-keys-4200", "float16", "128x64x2"),
+}

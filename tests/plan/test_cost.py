@@ -1,0 +1,163 @@
+"""The cost model: what it counts, that it finds its own least, and that its choices are near the best measured ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash.plan import cost
+from cuflash.plan.cost import (
+    MAX_SPLITS,
+    SPLIT_CALL,
+    Lengths,
+    Pace,
+    Walk,
+    cheapest,
+    lengths_of,
+    time_of,
+    time_of_a_split,
+    walk_of,
+)
+from cuflash.plan.plan import find_build, make_plan
+from cuflash.plan.table import KERNELS, Tile
+from cuflash.settings import AUTOMATIC
+from plan.test_plan import H200, dense, gpu, packed, square
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.integers(0, 60), st.integers(0, 60), st.none() | st.integers(0, 40), st.none() | st.integers(0, 40),
+    st.integers(-70, 70), st.sampled_from([4, 8, 16, 32]), st.sampled_from([4, 16]),
+)  # fmt: skip
+def test_walks_are_bounds(n: int, m: int, left: Any, right: Any, offset: int, rows: int, keys: int) -> None:
+    """No tile sees more keys than it is said to walk through; on average they do not see more than is said."""
+    problem = dense(gpu((1, n, 8)), gpu((1, m, 8)), window=(left, right), query_offset=offset)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cost, "_rounded", lambda length: length)
+        lengths = lengths_of(problem)
+    walk = walk_of(lengths, Tile(rows, keys, 32))
+    position, key = offset + np.arange(n)[:, np.newaxis], np.arange(m)
+    visible = np.ones((n, m), bool)
+    if left is not None:
+        visible &= key >= position - left
+    if right is not None:
+        visible &= key <= position + right
+    seen = [int(visible[i : i + rows].any(0).sum()) for i in range(0, n, rows)]
+    assert walk.num_tiles == len(seen) and 0 <= walk.average <= 1
+    assert max(seen, default=0) <= walk.num_steps * keys < m + keys
+    if left is None and n % rows == 0 and n:
+        assert np.mean(seen) <= walk.average * walk.num_steps * keys + 1e-9
+
+
+@given(st.integers(0, 10**7))
+def test_lengths_are_rounded_up_a_little(length: int) -> None:
+    rounded = cost._rounded(length)
+    assert length <= rounded <= length + min(63, length / 8)
+    assert cost._rounded(rounded) == rounded and cost._rounded(length + 1) >= rounded
+    assert length >= 16 or rounded == length
+
+
+def test_lengths() -> None:
+    """What of a problem decides: keys within windows, sequences on average, heads of a group."""
+    assert lengths_of(square("float16", 64, 512)) == Lengths(512, 1, 64, 512, 0, None)
+    assert lengths_of(square("float16", 64, 512, causal=True)) == Lengths(512, 1, 64, 512, 512, None)
+    assert lengths_of(square("float16", 64, 512, window=(63, 0))) == Lengths(512, 1, 64, 512, 512, 64)
+    decode = dense(gpu((2, 8, 1, 64)), gpu((2, 2, 1024, 64)), causal=True)
+    assert lengths_of(decode) == Lengths(1, 4, 16, 1024, 0, None)
+    assert lengths_of(dense(gpu((1, 8, 64)), gpu((1, 8, 64)), query_offset=-9, causal=True)).keys == 0
+    assert lengths_of(packed(4, 256, 8, 2, 64, "float16", causal=True)) == Lengths(64, 4, 32, 64, 0, None)
+
+
+def test_heads_share_a_tile_that_one_does_not_fill() -> None:
+    lengths = Lengths(5, 8, 32, 100, 0, None)
+    assert walk_of(lengths, Tile(16, 64, 32)).num_tiles == 3 * 4
+    assert walk_of(lengths, Tile(4, 64, 32)).num_tiles == 2 * 32
+
+
+def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
+    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, (1024 + 64) / 2048)
+    assert walk_of(Lengths(1024, 1, 1, 1024, 0, None), Tile(64, 64, 128)) == Walk(16, 16, 1.0)
+
+
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS)
+
+
+@pytest.mark.parametrize(
+    ("num_tiles", "splits", "expected"),
+    [
+        (100, 1, 2 + 8 * 1.0),
+        (132, 1, 2 + 8 * 1.0),
+        (133, 1, 2 + 8 * 1.5),
+        (66, 4, 2 + 2 * 1.5),
+        (265, 1, (2 + 8 * 1.5) + (2 + 8 * 1.0)),
+        (265, 8, 8 * (2 + 1.5) + (2 + 1.0)),
+        (0, 1, 2 + 8 * 1.0),
+    ],
+)
+def test_blocks_come_in_waves(num_tiles: int, splits: int, expected: float) -> None:
+    assert time_of(PACE, Walk(num_tiles, 8, 1.0), 132, splits) == pytest.approx(expected)
+
+
+def test_blocks_of_different_lengths_drift_apart() -> None:
+    """The longest one decides, alone in the end; where there are many, less than whole waves of them do."""
+    assert time_of(PACE, Walk(264, 8, 0.5), 132, 1) == 2 + 8 * (0.5 * 1.5 + 0.5 * 1.0)
+    wave = 2 + 8 * 0.5 * 1.5
+    assert 1.1 * wave < time_of(PACE, Walk(290, 8, 0.5), 132, 1) < time_of(PACE, Walk(290, 8, 1.0), 132, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 5000), st.sampled_from([1, 4]), st.integers(1, 600), st.integers(0, 10**5), st.booleans(),
+    st.sampled_from([1, MAX_SPLITS]), st.sampled_from([64, 256]),
+)  # fmt: skip
+def test_the_least_is_found(
+    queries: int, group: int, groups: int, keys: int, causal: bool, most: int, head_dim: int
+) -> None:
+    """No tile takes less without splits, or with any number of them that fills the GPU; none is left without keys."""
+    build = find_build(square("float16", head_dim).traits, H200, AUTOMATIC)
+    later = min(keys, queries) if causal else 0
+    lengths = Lengths(queries, group, group * groups, keys, later, None)
+    paces = [pace._replace(most_splits=most) for pace in build._paces]
+    choice = cheapest(paces, build._cost, lengths, head_dim, 132)
+    steps = walk_of(lengths, build.tiles[choice.tile_idx]).num_steps
+    assert 1 <= choice.num_splits <= most
+    assert choice.num_splits == 1 or (choice.num_splits - 1) * -(-steps // choice.num_splits) < steps
+    for pace in paces:
+        walk = walk_of(lengths, pace.tile)
+        assert choice.time <= time_of(pace, walk, 132, 1) * (1 + 1e-9)
+        full = len(pace.times) * 132 // max(walk.num_tiles, 1)
+        enough = (walk.num_steps * pace.times[-1] / time_of_a_split(build._cost, lengths, head_dim)) ** 0.5
+        if 1 < full <= min(most, walk.num_steps, enough):
+            time = time_of(pace, walk, 132, full) + build._cost.merge
+            time += full * time_of_a_split(build._cost, lengths, head_dim)
+            assert choice.time <= max(time, SPLIT_CALL + 0.01 * time) * (1 + 1e-9)
+
+
+def test_splits_are_for_few_rows_and_many_keys() -> None:
+    assert make_plan(square("float16", 64), H200, AUTOMATIC).num_splits == 1
+    decode = dense(gpu((1, 8, 1, 128)), gpu((1, 8, 65536, 128)))
+    assert make_plan(decode, H200, AUTOMATIC).num_splits > 16
+    assert make_plan(dense(gpu((1, 8, 1, 128)), gpu((1, 8, 100, 128))), H200, AUTOMATIC).num_splits == 1
+    assert make_plan(decode._replace(window_left=100, window_right=0), H200, AUTOMATIC).num_splits == 1
+    long = packed(1, 1, 8, 8, 64, "float16")._replace(seqlen_k=99999)
+    assert make_plan(long, H200, AUTOMATIC).num_splits == 1, "a captured call could be given no workspace"
+
+
+def test_choices_are_near_the_best_measured_ones() -> None:
+    """Of problems of all kernels, as `python benchmarks/fit_cost.py` prints it."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import fit_cost
+
+    found = fit_cost.read(fit_cost.STORED, H200)
+    assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
+    for name, those in fit_cost.losses(found, H200).items():
+        values = [loss for loss, *_ in those]
+        assert np.mean(values) <= 0.05 and max(values) <= 0.3, name
