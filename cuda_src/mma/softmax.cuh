@@ -39,7 +39,6 @@ __device__ __forceinline__ RowValues subtract_references(Scores& scores, TileLog
                 score -= maxima[r];
             }
         }
-        if (kPolynomialLogits) logits.odd[0] = 1, logits.odd[1] = logits.odd[2] = 0;
     }
     return offsets;
 }
@@ -56,7 +55,7 @@ __device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& lo
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
             float& score = at(scores, r, i);
-            const float factor = kPolynomialLogits ? logits.factor(score) : multiplier;
+            const float factor = kPolynomialLogits && !kExactReference ? logits.factor(score) : multiplier;
             score = exp2_approximate(multiply_add(score, factor, offsets[r]));
             sums[i % 2] += score;
         }

@@ -39,7 +39,7 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     out_result, lse_result = result_operands(parts)
     outs, lses = _operands(parts.outs), _operands(parts.lses)
     out_pointers, lse_pointers = ([info.pointer for info in infos] for infos in (parts.outs, parts.lses))
-    if merge_workspace(parts) == 0:
+    if parts.strides is not None or parts.num_parts <= MAX_PARTS:
         whole = plan_merge(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
         return [Step(whole, out_pointers, lse_pointers, out, lse)]
     partial_out, partial_lse, (out_step, lse_step) = partial_layout(rows, width, dtype)

@@ -90,13 +90,9 @@ class Lengths(NamedTuple):
     width: int | None
     """Keys that each query sees, where a window is closed on both sides."""
 
-    def heads_per_tile(self, rows: int) -> int:
-        """Query heads that share a tile: all of a group where one head's queries do not fill it, else one."""
-        return self.group_size if self.queries < rows else 1
-
 
 def lengths_of(problem: Problem) -> Lengths:
-    """Read the lengths of a problem, rounded to steps that no choice notices."""
+    """Read the lengths of a problem."""
     queries, keys = problem.seqlen_q, problem.seqlen_k
     heads = problem.num_heads_q
     group_size = heads // problem.num_heads_kv if heads else 1
@@ -118,11 +114,17 @@ def lengths_of(problem: Problem) -> Lengths:
             later_keys = max(keys - first, 0)
     if left is not None and offset is not None:
         keys = min(keys, problem.seqlen_k - offset + left)
-    return Lengths(_rounded(queries), group_size, num_planes, _rounded(max(keys, 0)), _rounded(later_keys), width)
+    return Lengths(queries, group_size, num_planes, max(keys, 0), later_keys, width)
+
+
+def rounded(lengths: Lengths) -> Lengths:
+    """Round to steps that no choice notices, so that neighbouring lengths share theirs."""
+    queries, group_size, num_planes, keys, later_keys, width = lengths
+    return Lengths(_rounded(queries), group_size, num_planes, _rounded(keys), _rounded(later_keys), width)
 
 
 def _rounded(length: int) -> int:
-    """Round a length up by less than an eighth of it, so that neighbouring ones share a choice."""
+    """Round up by less than an eighth."""
     step = 1 << max(length.bit_length() - 4, 0)
     return -(-length // min(step, 64)) * min(step, 64)
 
@@ -167,6 +169,11 @@ def cheapest(paces: Sequence[Pace], cost: Cost, lengths: Lengths, features: int,
     return best
 
 
+def heads_per_tile(lengths: Lengths, rows: int) -> int:
+    """Query heads that share a tile: all of a group where one head's queries do not fill it, else one."""
+    return lengths.group_size if lengths.queries < rows else 1
+
+
 class Walk(NamedTuple):
     """What is to be done, without splits."""
 
@@ -180,8 +187,8 @@ class Walk(NamedTuple):
 def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     """Count the tiles of a problem."""
     rows, block_n = tile.block_m, tile.block_n
-    queries, group_size, num_planes, keys, later_keys, width = lengths
-    packed_heads = group_size if queries < rows else 1
+    queries, _, num_planes, keys, later_keys, width = lengths
+    packed_heads = heads_per_tile(lengths, rows)
     num_tiles = -(-queries * packed_heads // rows) * (num_planes // packed_heads)
     tile_queries = max(min(rows // packed_heads, queries), 1)
     if width is not None:

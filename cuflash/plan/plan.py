@@ -12,7 +12,19 @@ from typing import NamedTuple
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Problem, Traits
 from ..settings import Settings
-from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, lengths_of, pace_of
+from .cost import (
+    MAX_SPLITS,
+    Choice,
+    Cost,
+    Lengths,
+    Pace,
+    cheapest,
+    heads_per_tile,
+    lengths_of,
+    pace_of,
+    rounded,
+    walk_of,
+)
 from .features import Macros, feature_macros
 from .partial import partial_of, partial_results, partial_traits
 from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
@@ -79,6 +91,7 @@ class Build:
 
     def choose(self, lengths: Lengths) -> Choice:
         """Tile and splits that take the least time; remembered."""
+        lengths = rounded(lengths)
         choice = self._choices.get(lengths)
         if choice is None:
             if len(self._choices) >= CACHE_SIZE:
@@ -166,9 +179,12 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     tile = build.tiles[choice.tile_idx]
     if num_splits is None:
         num_splits = choice.num_splits
+        if num_splits > 1:  # without those that would be left with no tile
+            num_steps = max(walk_of(lengths, tile).num_steps, 1)
+            num_splits = -(-num_steps // -(-num_steps // num_splits))
     is_split = num_splits > 1
     num_heads_q = problem.num_heads_q
-    packed_heads = lengths.group_size if _queries_of_a_head(problem) < tile.block_m else 1
+    packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     outer_axes, batch_axes = _walked_axes(problem, is_split)
     num_batches = prod([length for _, length in batch_axes])
@@ -186,13 +202,6 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
         outer_axes=outer_axes,
         num_splits=num_splits,
     )
-
-
-def _queries_of_a_head(problem: Problem) -> int:
-    """Queries of a head; of packed sequences on average."""
-    if problem.traits.op == "attention_varlen":
-        return problem.seqlen_q // max(problem.batch[0], 1)
-    return problem.seqlen_q
 
 
 def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:

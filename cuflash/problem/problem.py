@@ -249,6 +249,7 @@ def describe_attention(
     if workspace is not None:
         check_workspace(infos, workspace)
     operands = _operands(infos, shapes, out_name, parse_flag("return_lse", return_lse) or lse is not None)
+    scale = parse_scale(scale, head_dim, q_info.dtype)
     traits = _traits("attention", operands, head_dim, head_dim_v, (window_left, window_right), softcap, precision)
     problem = Problem(
         traits=traits,
@@ -261,7 +262,7 @@ def describe_attention(
         window_right=window_right,
         query_offset=offset,
         bottom_right=query_offset is None and causal != "top_left",
-        scale=parse_scale(scale, head_dim, traits.dtype),
+        scale=scale,
         operands=operands,
         is_2d=is_2d,
     )
@@ -324,6 +325,7 @@ def describe_varlen(
     window_left, window_right = parse_window(window, right)
     out_name = check_results(infos, out, lse, out_dtype, shapes["out"])
     operands = _operands(infos, shapes, out_name, parse_flag("return_lse", return_lse) or lse is not None)
+    scale = parse_scale(scale, head_dim, q_info.dtype)
     traits = _traits(
         "attention_varlen", operands, head_dim, head_dim_v, (window_left, window_right), softcap, precision
     )
@@ -338,7 +340,7 @@ def describe_varlen(
         window_right=window_right,
         query_offset=offset,
         bottom_right=causal != "top_left",
-        scale=parse_scale(scale, head_dim, traits.dtype),
+        scale=scale,
         operands=operands,
         is_2d=False,
     )
@@ -384,6 +386,7 @@ def _traits(
 ) -> Traits:
     q, k, v, out, lse, *others = operands
     dtype = q.dtype
+    cap = parse_softcap(softcap, dtype)
     return Traits(
         op=op,
         dtype=dtype,
@@ -391,7 +394,7 @@ def _traits(
         precision=parse_precision(precision, dtype),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        softcap=parse_softcap(softcap, dtype),
+        softcap=cap,
         window=window != (None, None),
         bias=operands.bias.dtype if operands.bias is not None else "",
         mask=operands.mask is not None,

@@ -138,6 +138,12 @@ def test_empty(shape: tuple[int, ...], function: Callable[..., Any]) -> None:
 
 
 @back_ends
+def test_many_parts_without_rows(function: Callable[..., Any]) -> None:
+    out, lse = function([np.zeros((0, 8), np.float32)] * 17, [np.zeros(0, np.float32)] * 17)
+    assert (out.shape, lse.shape) == ((0, 8), (0,))
+
+
+@back_ends
 def test_parts_without_keys_count_for_nothing(function: Callable[..., Any]) -> None:
     outs, lses = _draw((3, 40, 32), "float32")
     lses[1] = -np.inf

@@ -40,10 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_walks_are_bounds(n: int, m: int, left: Any, right: Any, offset: int, rows: int, keys: int) -> None:
     """No tile sees more keys than it is said to walk through; on average they do not see more than is said."""
     problem = dense(gpu((1, n, 8)), gpu((1, m, 8)), window=(left, right), query_offset=offset)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cost, "_rounded", lambda length: length)
-        lengths = lengths_of(problem)
-    walk = walk_of(lengths, Tile(rows, keys, 32))
+    walk = walk_of(lengths_of(problem), Tile(rows, keys, 32))
     position, key = offset + np.arange(n)[:, np.newaxis], np.arange(m)
     visible = np.ones((n, m), bool)
     if left is not None:
@@ -68,8 +65,8 @@ def test_lengths_are_rounded_up_a_little(length: int) -> None:
 def test_lengths() -> None:
     """What of a problem decides: keys within windows, sequences on average, heads of a group."""
     assert lengths_of(square("float16", 64, 512)) == Lengths(512, 1, 64, 512, 0, None)
-    assert lengths_of(square("float16", 64, 512, causal=True)) == Lengths(512, 1, 64, 512, 512, None)
-    assert lengths_of(square("float16", 64, 512, window=(63, 0))) == Lengths(512, 1, 64, 512, 512, 64)
+    assert lengths_of(square("float16", 64, 512, causal=True)) == Lengths(512, 1, 64, 512, 511, None)
+    assert lengths_of(square("float16", 64, 512, window=(63, 0))) == Lengths(512, 1, 64, 512, 511, 64)
     decode = dense(gpu((2, 8, 1, 64)), gpu((2, 2, 1024, 64)), causal=True)
     assert lengths_of(decode) == Lengths(1, 4, 16, 1024, 0, None)
     assert lengths_of(dense(gpu((1, 8, 64)), gpu((1, 8, 64)), query_offset=-9, causal=True)).keys == 0

@@ -16,7 +16,6 @@ from cuflash import reference
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.compile import compile_offline
 from cuflash.plan import plan
-from cuflash.plan.cost import Choice
 from cuflash.plan.partial import partial_of, partial_results
 from cuflash.plan.plan import make_plan, refusals
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
@@ -57,6 +56,14 @@ def test_rows_that_cannot_write_partial_results_do_not_split(monkeypatch: pytest
     assert make_plan(decode(), H200, AUTOMATIC).num_splits == 1
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_no_split_is_left_without_a_tile(dtype: str) -> None:
+    for keys in range(600, 4000, 59):
+        found = make_plan(dense(gpu((4, 8, 1, 64), dtype), gpu((4, 8, keys, 64), dtype)), H200, AUTOMATIC)
+        steps = -(-keys // found.tile.block_n)
+        assert (found.num_splits - 1) * -(-steps // found.num_splits) < steps
+
+
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
     partial = partial_results(problem)
@@ -70,7 +77,8 @@ SPLIT_CASES = [
     "lengths-17x200", "lengths-200x131", "lengths-5x0", "lengths-0x5", "causal-200x131", "causal-63x65",
     "top_left-200x70", "heads-8-1-3x70", "heads-6-2-100x90", "heads-6-3-1x200", "batch-broadcast-both", "batch-six",
     "two_dimensions-into", "window-5-7", "window-100-0", "window-causal-64", "offset--70", "offset--1000",
-    "offset-array-int8", "scale-huge", "softcap", "bias-float32", "mask-batch", "bias-mask-odd", "alibi-float32",
+    "offset-array-int8", "scale-huge", "softcap", "softcap-small-float16",
+    "bias-float32", "mask-batch", "bias-mask-odd", "alibi-float32",
     "sinks-float32", "sinks-no-keys", "layout-swapped", "layout-reversed-into", "layout-odd_bytes-into",
     "layout-gaps-into", "out_dtype-float16", "out_dtype-float64", "out_dtype-into", "packed-plain-True",
     "packed-tail-False", "packed-alibi-sinks", "packed-into", "everything", "everything-few_rows", "everything-strided",
@@ -215,8 +223,7 @@ def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: 
     case = CASES_BY_NAME[name]
     if spec.refusal(describe(case, dtype).traits, launch.device_info(0)) is not None:
         pytest.skip(f"{spec.name} refuses")
-    monkeypatch.setattr(plan, "cheapest", lambda *args: Choice(1.0, 0, 2 + len(name) % 4))
-    monkeypatch.setattr(plan, "_builds", {})
+    monkeypatch.setattr(launch, "make_plan", lambda *arguments: make_plan(*arguments, 2 + len(name) % 4))
     monkeypatch.setattr(launch, "_launches", {})
     data = make_data(case, dtype)
     with cuflash.options(kernel=spec.name):
