@@ -26,7 +26,8 @@ from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, ti
 from cuflash.plan.plan import find_build, make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
-from cuflash.problem.problem import Problem, describe_attention
+from cuflash.problem.describe import describe_attention
+from cuflash.problem.problem import Problem
 from cuflash.settings import Settings
 
 STORED = ROOT / "benchmarks" / "cost.json"
@@ -188,11 +189,11 @@ def dumps(stored: dict[str, Any]) -> str:
 
 
 FAMILIES = {
-    tiles_mma._COST: "forward_mma",
-    tiles_mma._COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
-    tiles_wmma._COST: "forward_wmma",
-    tiles_scalar._COST: "forward_scalar",
-    tiles_scalar._COST_OF_DOUBLES: "forward_scalar, float64",
+    tiles_mma.COST: "forward_mma",
+    tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
+    tiles_wmma.COST: "forward_wmma",
+    tiles_scalar.COST: "forward_scalar",
+    tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
 }
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from .dispatch import execute, find
 from .problem.checks import hashable_window
+from .problem.describe import describe_attention
 from .problem.names import check_options, explains_unknown_options
-from .problem.problem import describe_attention
 from .problem.types import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from .gpu.workspace import merge_of_splits
 from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
+from .problem.describe import describe_attention, describe_varlen
 from .problem.names import check_options
-from .problem.problem import Operands, Problem, describe_attention, describe_varlen
+from .problem.problem import Operands, Problem
 from .settings import num_threads, settings
 from .varlen import attention_varlen
 

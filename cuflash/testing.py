@@ -13,7 +13,8 @@ import numpy as np
 
 from . import attention, attention_varlen, reference
 from .problem.arrays import DTYPES
-from .problem.problem import Problem, describe_attention, describe_varlen
+from .problem.describe import describe_attention, describe_varlen
+from .problem.problem import Problem
 
 GUARD_BYTES = 512
 """Poisoned bytes in front of and behind every array."""

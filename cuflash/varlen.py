@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from .dispatch import execute, find
 from .problem.checks import hashable_window
+from .problem.describe import describe_varlen
 from .problem.names import check_options, explains_unknown_options
-from .problem.problem import describe_varlen
 from .problem.types import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:

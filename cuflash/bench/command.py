@@ -24,7 +24,7 @@ from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
 from ..plan.table import kernel_names
 from ..problem.arrays import FLOAT_NAMES
-from ..problem.problem import describe_attention
+from ..problem.describe import describe_attention
 from ..settings import num_threads
 from . import cases as case_table
 from . import report as reports

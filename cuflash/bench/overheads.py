@@ -20,7 +20,7 @@ from ..gpu.launch import device_info
 from ..plan.plan import make_plan
 from ..plan.table import KERNELS, Device, KernelSpec, device_of
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
-from ..problem.problem import describe_attention
+from ..problem.describe import describe_attention
 from ..settings import Settings
 from .device import NumpyBackend, Times, peak_bytes
 from .host import host_times, new_head_dims, repeated

@@ -8,7 +8,7 @@ from ..cupy_cache import import_cupy
 from ..plan.plan import Program, make_plan
 from ..plan.table import Device
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
-from ..problem.problem import describe_attention
+from ..problem.describe import describe_attention
 from ..settings import AUTOMATIC
 from .compile import compile_core
 

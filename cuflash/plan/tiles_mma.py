@@ -50,7 +50,7 @@ _LAST_TILE = Tile(16, 32, 64)
 """Three to five times as slow as others at head_dim 256 (measured), and the only one above that in 99 KB."""
 
 
-_COST = Cost(
+COST = Cost(
     product=4.5e-07,
     weight=2.41e-05,
     load=4.56e-06,
@@ -65,7 +65,7 @@ _COST = Cost(
     merge_split=0.0812,
     merge_byte=1.62e-07,
 )
-_COST_OF_SHARED_ROWS = Cost(
+COST_OF_SHARED_ROWS = Cost(
     product=1.79e-07,
     weight=5.54e-05,
     load=1.45e-05,
@@ -84,7 +84,7 @@ _COST_OF_SHARED_ROWS = Cost(
 
 def mma_cost(traits: Traits) -> Cost:
     """Constants for the cost model; those of two warps that share their rows are others."""
-    return _COST if _warps_per_row(traits) == 1 else _COST_OF_SHARED_ROWS
+    return COST if _warps_per_row(traits) == 1 else COST_OF_SHARED_ROWS
 
 
 def _mma_registers(traits: Traits, tile: Tile) -> tuple[int, int, int]:

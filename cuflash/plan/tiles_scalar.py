@@ -50,7 +50,7 @@ _SCALAR_TILES = {
 }  # fmt: skip
 
 
-_COST = Cost(
+COST = Cost(
     product=6.01e-06,
     weight=8.5e-05,
     load=2.6e-05,
@@ -65,7 +65,7 @@ _COST = Cost(
     merge_split=0.0575,
     merge_byte=1.76e-07,
 )
-_COST_OF_DOUBLES = Cost(
+COST_OF_DOUBLES = Cost(
     product=1.42e-05,
     weight=2.26e-05,
     load=3.68e-05,
@@ -84,7 +84,7 @@ _COST_OF_DOUBLES = Cost(
 
 def scalar_cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
-    return _COST_OF_DOUBLES if traits.dtype == "float64" else _COST
+    return COST_OF_DOUBLES if traits.dtype == "float64" else COST
 
 
 def scalar_tiles(traits: Traits, device: Device) -> list[Tile]:

@@ -47,7 +47,7 @@ _WMMA_TILES = (
 )  # fmt: skip
 
 
-_COST = Cost(
+COST = Cost(
     product=5.35e-07,
     weight=2.76e-06,
     load=3.87e-05,
@@ -66,7 +66,7 @@ _COST = Cost(
 
 def wmma_cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
-    return _COST
+    return COST
 
 
 def _wmma_registers(traits: Traits, tile: Tile) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""The checks behind `problem.py`: each takes an argument or a group, and raises with argument, got, expected."""
+"""The checks behind `describe.py`: each takes an argument or a group, and raises with argument, got, expected."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from kernels.test_forward_mma import (
 )
 
 from cuflash import attention, reference
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, merge
 from emulator.test_kernels import MALFORMED, malformed

@@ -30,8 +30,9 @@ from cuflash.plan.partial import partial_of
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
+from cuflash.problem.describe import describe_attention, describe_varlen
 from cuflash.problem.parts import Parts, describe_parts, result_operands
-from cuflash.problem.problem import Operand, Operands, Problem, describe_attention, describe_varlen, result_rows
+from cuflash.problem.problem import Operand, Operands, Problem, result_rows
 from cuflash.settings import Settings
 from cuflash.testing import Case
 

@@ -14,7 +14,7 @@ from kernels.test_random import assert_right_twice as assert_call_right_twice
 from cuflash.gpu import launch
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
-from cuflash.problem.problem import describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_varlen
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, compiler
 

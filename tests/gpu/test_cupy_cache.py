@@ -22,7 +22,7 @@ from cuflash.gpu import compile as compile_module
 from cuflash.gpu.compile import KernelCompileError, kernel_function
 from cuflash.plan.plan import Program, make_plan
 from cuflash.plan.table import device_of
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")

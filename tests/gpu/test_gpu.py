@@ -14,7 +14,7 @@ from cuflash import reference
 from cuflash.gpu import launch
 from cuflash.gpu.compile import compile_offline
 from cuflash.plan.plan import make_plan
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC
 
 pytestmark = pytest.mark.gpu

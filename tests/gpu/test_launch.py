@@ -20,7 +20,7 @@ from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.arrays import inspect
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")

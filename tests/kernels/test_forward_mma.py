@@ -16,7 +16,7 @@ from emulator.emulator import Emulator, compiler
 import cuflash.plan.plan
 from cuflash import reference
 from cuflash.plan.plan import make_plan
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.testing import Case, check, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")

@@ -25,7 +25,8 @@ from cuflash.gpu.compile import (
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
-from cuflash.problem.problem import Problem, describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.problem import Problem
 from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")

@@ -19,7 +19,7 @@ from cuflash.gpu import installed
 from cuflash.gpu.compile import compile_offline, source_digest
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, device_of
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC
 
 # The function of the same name hides the module from ordinary imports.

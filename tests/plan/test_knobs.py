@@ -21,7 +21,7 @@ import cuflash
 from cuflash.gpu.compile import dump, entry_text
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, device_of, kernel_names
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC, KNOBS, Settings, num_threads, read, settings
 
 X = np.ones((2, 5, 8), np.float32)

@@ -22,7 +22,8 @@ from cuflash.plan.plan import BATCH_AXES, Plan, make_plan, refusals
 from cuflash.plan.table import KERNELS, Device, device_of, kernel_names
 from cuflash.plan.tiles import SHARED_MEMORY_KB
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
-from cuflash.problem.problem import Problem, Traits, describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.problem import Problem, Traits
 from cuflash.settings import AUTOMATIC, Settings
 
 DEVICES = [device_of(capability) for capability in (50, 61, *SHARED_MEMORY_KB)]

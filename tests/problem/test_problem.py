@@ -14,7 +14,8 @@ import pytest
 import cuflash
 from cuflash.problem.arrays import DTYPES, HOST, contiguous_strides
 from cuflash.problem.checks import FLOAT32_MAX, FLOAT32_TINY
-from cuflash.problem.problem import Operand, Operands, Problem, Traits, describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.problem import Operand, Operands, Problem, Traits
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:

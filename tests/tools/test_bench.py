@@ -28,7 +28,7 @@ from cuflash.bench.check import Verdict, check, exact_result, poisoned, sampled_
 from cuflash.bench.device import GpuBackend, NumpyBackend
 from cuflash.bench.measure import Request
 from cuflash.plan.table import KERNELS
-from cuflash.problem.problem import describe_attention
+from cuflash.problem.describe import describe_attention
 
 ROOT = Path(cuflash.__file__).resolve().parent.parent
 PEERS = str(ROOT / "benchmarks" / "peers.py")
