@@ -149,7 +149,7 @@ def measure(file: Path) -> None:
     from cuflash.bench.device import GpuBackend
     from cuflash.gpu.compile import kernel_function
     from cuflash.gpu.launch import Launch, device_info
-    from cuflash.problem.problem import Operands
+    from cuflash.problem.problem import ARRAYS
 
     device = device_info(0)
     found = [(case, list(candidates(case, device))) for case in cases()]
@@ -169,7 +169,7 @@ def measure(file: Path) -> None:
         )
         out = cupy.empty_like(q)
         arrays = {"q": q, "k": k, "v": v, "out": out}
-        pointers = [arrays[name].data.ptr if name in arrays else 0 for name in Operands._fields]
+        pointers = [arrays[name].data.ptr if name in arrays else 0 for name in ARRAYS]
         problem, _ = describe_attention(q, k, v, out=out, **case.options)
 
         def prepared(plan: Any, problem: Problem = problem, pointers: list[int] = pointers, out: Any = out) -> Any:

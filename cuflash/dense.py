@@ -9,11 +9,10 @@ import numpy as np
 from .dispatch import execute, find
 from .problem.checks import hashable_window
 from .problem.describe import describe_attention
-from .problem.names import check_options, explains_unknown_options
-from .problem.types import Causal, FloatDtype, Precision, Real, Window
+from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
 
 if TYPE_CHECKING:
-    from .problem.types import AnyArray, DenseOptions, DenseResults, NumpyArray, Pair, Unpack, WithoutLse
+    from .problem.signatures import AnyArray, DenseOptions, DenseResults, NumpyArray, Pair, Unpack, WithoutLse
 
 
 # fmt: off

@@ -19,8 +19,8 @@ from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.describe import describe_attention, describe_varlen
-from .problem.names import check_options
-from .problem.problem import Operands, Problem
+from .problem.problem import ARRAYS, Problem
+from .problem.signatures import check_options
 from .settings import num_threads, settings
 from .varlen import attention_varlen
 
@@ -28,7 +28,7 @@ _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
     attention_varlen: describe_varlen,
 }
-_ARRAYS = (*Operands._fields, "workspace")
+_ARRAYS = (*ARRAYS, "workspace")
 
 
 def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:

@@ -11,7 +11,7 @@ from .problem.arrays import HOST
 from .problem.parts import describe_parts
 
 if TYPE_CHECKING:
-    from .problem.types import AnyArray, NumpyArray, Pair
+    from .problem.signatures import AnyArray, NumpyArray, Pair
 
 
 @overload

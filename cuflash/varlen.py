@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 from .dispatch import execute, find
 from .problem.checks import hashable_window
 from .problem.describe import describe_varlen
-from .problem.names import check_options, explains_unknown_options
-from .problem.types import Causal, FloatDtype, Precision, Real, Window
+from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
 
 if TYPE_CHECKING:
-    from .problem.types import AnyArray, NumpyArray, Pair, Unpack, VarlenOptions, VarlenResults, WithoutLse
+    from .problem.signatures import AnyArray, NumpyArray, Pair, Unpack, VarlenOptions, VarlenResults, WithoutLse
 
 
 # fmt: off

@@ -156,7 +156,7 @@ def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
     features = problem.traits.head_dim + problem.traits.head_dim_v
     rows = BLOCK_ROWS * (features * itemsize + problem.traits.head_dim_v * 8)
     # Scores, and for a bias or a mask its copy and what it hides.
-    tiles = TILE_BYTES * (1 if problem.operands.bias is None and problem.operands.mask is None else 3)
+    tiles = TILE_BYTES * (1 if problem.strides.bias is None and problem.strides.mask is None else 3)
     # Copies of keys and values, whether or not dtype and strides ask for them.
     keys = min(tile_keys, problem.seqlen_k) * features * itemsize
     return rows + tiles + keys

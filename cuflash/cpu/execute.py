@@ -10,7 +10,7 @@ import numpy as np
 
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
-from ..problem.problem import Operand, Operands, Problem, result_rows, shapes_of
+from ..problem.problem import ARRAYS, Problem, result_rows, shapes_of
 from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
 
@@ -26,9 +26,9 @@ class HostCall:
         self._task = cpu.Task.of(problem, sequence)
         self._rows = result_rows(problem)
         self._offset = sequence.offset
-        shape, dtype = (*self._rows, problem.traits.head_dim_v), DTYPES[problem.operands.out.dtype]
+        shape, dtype = (*self._rows, problem.traits.head_dim_v), DTYPES[problem.traits.out_dtype]
         # Nearly always new results have nothing special, and there is no other one.
-        is_usual = problem.operands.lse is None and problem.operands.out.strides[-len(shape) :] == contiguous_strides(
+        is_usual = problem.strides.lse is None and problem.strides.out[-len(shape) :] == contiguous_strides(
             shape, dtype.itemsize
         )
         self._new_out = (shape, dtype) if is_usual else None
@@ -64,7 +64,7 @@ class HostCall:
         for place, full, shape in self._forms:
             views[place] = _broadcast(given[place], full).reshape(shape)
         cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[call-arg]
-        return out if problem.operands.lse is None else (out, lse)
+        return out if problem.strides.lse is None else (out, lse)
 
 
 def find_on_host(
@@ -92,29 +92,29 @@ def execute_on_host(
 ) -> Any:
     """Compute a problem of NumPy arrays; `out` and `lse` are the caller's own objects, which are returned if given."""
     _announce(problem, chosen)
-    rows = result_rows(problem)
+    rows, traits = result_rows(problem), problem.traits
     arrays = _inputs(problem, infos)
     # What is written goes past the methods of a caller's subclass of ndarray.
     if out is None:
-        out = arrays["out"] = allocate((*rows, problem.traits.head_dim_v), problem.operands.out)
+        out = arrays["out"] = allocate((*rows, traits.head_dim_v), traits.out_dtype, problem.strides.out)
     else:
         arrays["out"] = infos["out"].array
-    if problem.operands.lse is not None and lse is None:
-        lse = arrays["lse"] = allocate(rows, problem.operands.lse)
+    if problem.strides.lse is not None and lse is None:
+        lse = arrays["lse"] = allocate(rows, traits.lse_dtype, problem.strides.lse)
     else:
         arrays["lse"] = None if lse is None else infos["lse"].array
     if problem.is_2d:
         arrays.update((name, x[None]) for name in ("out", "lse") if (x := arrays[name]) is not None)
     if problem.traits.op == "attention_varlen":
         cpu.attention_varlen(problem, arrays)
-        return out if problem.operands.lse is None else (out, lse)
+        return out if problem.strides.lse is None else (out, lse)
     sequences = cpu.attention(problem, arrays)
     # What an array of offsets holds decides how the work is cut.
-    if key is not None and problem.operands.query_offset is None and sequences:
+    if key is not None and problem.strides.query_offset is None and sequences:
         if len(_calls) >= CACHE_SIZE:
             _calls.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
         _calls[key] = HostCall(problem, arrays, sequences[0])
-    return out if problem.operands.lse is None else (out, lse)
+    return out if problem.strides.lse is None else (out, lse)
 
 
 def _announce(problem: Problem, chosen: Settings) -> None:
@@ -125,9 +125,11 @@ def _announce(problem: Problem, chosen: Settings) -> None:
 
 def _results(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
     """Allocate the results that the caller has not given."""
-    out = allocate((*rows, problem.traits.head_dim_v), problem.operands.out) if out is None else out
-    if problem.operands.lse is not None and lse is None:
-        lse = allocate(rows, problem.operands.lse)
+    traits = problem.traits
+    if out is None:
+        out = allocate((*rows, traits.head_dim_v), traits.out_dtype, problem.strides.out)
+    if problem.strides.lse is not None and lse is None:
+        lse = allocate(rows, traits.lse_dtype, problem.strides.lse)
     return out, lse
 
 
@@ -139,20 +141,19 @@ def check_settings(chosen: Settings) -> None:
         raise ValueError(f"tile {chosen.tile!r} cannot serve this call: the NumPy back end has no choice of tile")
 
 
-def allocate(shape: tuple[int, ...], operand: Operand) -> np.ndarray:
-    """Return a new array of an operand's layout."""
-    dtype = DTYPES[operand.dtype]
+def allocate(shape: tuple[int, ...], name: str, strides: tuple[int, ...]) -> np.ndarray:
+    """Return a new array of a type with a given name; strides may begin with those of axes that it has not."""
+    dtype = DTYPES[name]
     new = np.empty(shape, dtype)
-    strides = operand.strides[len(operand.strides) - len(shape) :]
+    strides = strides[len(strides) - len(shape) :]
     return new if new.strides == strides else np.ndarray(shape, dtype, np.empty(max(1, prod(shape)), dtype), 0, strides)
 
 
 def _inputs(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, np.ndarray | None]:
     """Views of the inputs, broadcast to the axes of the problem; None for options that the call has not."""
-    shapes = {name: shape for name, shape in shapes_of(problem).items() if name not in ("out", "lse")}
-    arrays: dict[str, np.ndarray | None] = dict.fromkeys(Operands._fields)
-    for name, shape in shapes.items():
-        if name in infos:
+    arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
+    for name, shape in zip(ARRAYS, shapes_of(problem), strict=True):
+        if name in infos and name not in ("out", "lse"):
             arrays[name] = _broadcast(infos[name].array, shape)
     return arrays
 

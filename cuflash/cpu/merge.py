@@ -13,7 +13,8 @@ def merge_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     """Compute `merge_attention_states` of checked NumPy arrays."""
     out_result, lse_result = result_operands(parts)
     rows, computed = parts.lses[0].shape, DTYPES[parts.lses[0].dtype]
-    out, lse = allocate(parts.outs[0].shape, out_result), allocate(rows, lse_result)
+    out = allocate(parts.outs[0].shape, out_result.dtype, out_result.strides)
+    lse = allocate(rows, lse_result.dtype, lse_result.strides)
     lses = [info.array for info in parts.lses]
     largest = np.maximum.reduce(lses)
 

@@ -8,20 +8,22 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from ..plan.partial import partial_of
 from ..plan.plan import BATCH_AXES, Axes, Plan
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import HEAD_ARRAYS, Operand, Operands, Problem, Traits
+from ..problem.problem import ARRAYS, HEAD_ARRAYS, Dtypes, Problem, Strides, Traits
 
 Fields = tuple[tuple[str, str], ...]
 """Names of a struct's fields with their `struct` formats."""
 
 DIVISOR = "qQ"
 """`Divisor` of cuda_src/common/divide.cuh."""
-POINTERS: Fields = tuple((name, "Q") for name in Operands._fields)
+POINTERS: Fields = tuple((name, "Q") for name in ARRAYS)
 """The addresses come first, so that a repeated call packs them alone, in front of the rest as it was."""
 STRIDES: Fields = tuple(
-    (f"{name}_strides", f"{BATCH_AXES + 3}q") for name in Operands._fields if not name.startswith("cu_seqlens")
+    (f"{name}_strides", f"{BATCH_AXES + 3}q") for name in ARRAYS if not name.startswith("cu_seqlens")
 )
 """Batch axes, head, row, column."""
 LENGTHS: Fields = (
@@ -79,9 +81,9 @@ def packer(fields: Fields) -> Callable[..., bytes]:
 
 _pack_lengths = packer(LENGTHS)
 _pack_others = packer(OTHERS)
-pack_pointers_into = struct.Struct("=" + "".join(code for _, code in POINTERS)).pack_into
-POINTERS_SIZE = struct.calcsize("=" + "".join(code for _, code in POINTERS))
-SIZE = struct.calcsize("=" + "".join(code for _, code in FIELDS))
+pack_pointers = struct.Struct("=" + "".join(code for _, code in POINTERS)).pack
+LARGEST = 4096
+"""Bytes of arguments that a kernel can have."""
 
 FLOAT_CODES = {"float16": 1, "bfloat16": 2, "float32": 3, "float64": 4}
 """CUFLASH_FLOAT16 ... of cuda_src/common/config.cuh."""
@@ -94,69 +96,88 @@ def divisor(value: int) -> tuple[int, int]:
     return value, -(-(1 << 63) // value) if 0 < value < 1 << 31 else 0
 
 
+class _Buffer:
+    """Memory for arguments, and what CuPy needs to pass it by value."""
+
+    def __init__(self) -> None:
+        from cupy.cuda.function import CPointer
+
+        array = np.empty(LARGEST, np.uint8)
+        self.memory = array.data
+        self.by_value = (CPointer(array.ctypes.data),)
+
+
+_free_buffers: list[_Buffer] = []
+
+
+def start(function: Any, grid: tuple[int], block: tuple[int], shared_memory: int, packed: bytes) -> None:
+    """Launch a kernel with a packed struct on the current stream of the current device."""
+    # A buffer of this launch's own: other threads, and calls that interrupt this one, take another. It is copied.
+    try:
+        buffer = _free_buffers.pop()
+    except IndexError:
+        buffer = _Buffer()
+    buffer.memory[: len(packed)] = packed
+    function(grid, block, buffer.by_value, shared_memory)
+    _free_buffers.append(buffer)
+
+
 def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
     """Pack what stands behind the addresses, for one launch of a plan."""
-    operands = problem.operands
-    split_strides = (0, 0)
+    strides, split_strides = problem.strides, (0, 0)
     if plan.num_splits > 1:
         partial = partial_of(problem)
         split_strides = partial.strides
-        operands = operands._replace(out=partial.out, lse=partial.lse)
+        strides = strides._replace(out=partial.out.strides, lse=partial.lse.strides)
     varlen = problem.traits.op == "attention_varlen"
-    strides = _varlen_strides(operands) if varlen else _dense_strides(operands, len(problem.batch), plan)
+    num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
     lengths = _pack_lengths(
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
         query_offset_value=problem.query_offset or 0,
-        num_m_blocks=divisor(plan.num_m_blocks),
-        planes_at_once=divisor(plan.planes_at_once),
-        tiles_at_once=divisor(plan.planes_at_once * plan.num_m_blocks),
-        heads_continue=not varlen and plan.num_batches > 1 and _heads_continue(problem, plan, operands),
+        num_m_blocks=divisor(num_m_blocks),
+        planes_at_once=divisor(planes_at_once),
+        tiles_at_once=divisor(planes_at_once * num_m_blocks),
+        heads_continue=not varlen and plan.num_batches > 1 and _heads_continue(problem, plan, strides),
         first_block=first_block,
         num_splits=divisor(plan.num_splits),
         out_split_stride=split_strides[0],
         lse_split_stride=split_strides[1],
     )
-    window = problem.window_left, problem.window_right
-    heads = problem.num_heads_q, plan.group_size, plan.packed_heads
-    per_head = tuple([getattr(operands, name) for name in HEAD_ARRAYS])
-    integers = operands.query_offset, operands.cu_seqlens_q, operands.cu_seqlens_k
-    sequences = problem.batch[0] if varlen else 0
-    return (
-        strides
-        + lengths
-        + _others(
-            problem.traits,
-            plan.batch_axes,
-            heads,
-            window,
-            problem.scale,
-            per_head,
-            integers,
-            sequences,
-            problem.bottom_right,
-        )
+    others = _others(
+        problem.traits,
+        problem.dtypes,
+        plan.batch_axes,
+        (problem.num_heads_q, plan.group_size, plan.packed_heads),
+        problem.window_left,
+        problem.window_right,
+        problem.scale,
+        strides[_CU_SEQLENS],
+        problem.batch[0] if varlen else 0,
+        problem.bottom_right,
     )
+    packed = _varlen_strides(strides) if varlen else _dense_strides(strides, len(problem.batch), plan)
+    return packed + lengths + others
 
 
 @lru_cache(maxsize=1024)
 def _others(
     traits: Traits,
+    dtypes: Dtypes,
     batch_axes: Axes,
     heads: tuple[int, int, int],
-    window: tuple[int | None, int | None],
+    window_left: int | None,
+    window_right: int | None,
     scale: float,
-    per_head: tuple[Operand | None, ...],
-    integers: tuple[Operand | None, ...],
+    cu_seqlens_strides: tuple[tuple[int, ...] | None, ...],
     num_sequences: int,
     offset_from_lengths: bool,
 ) -> bytes:
-    query_offset, cu_seqlens_q, cu_seqlens_k = integers
     num_heads, group_size, packed_heads = heads
-    left, right = (OPEN_WINDOW if side is None else side for side in window)
+    cu_seqlens_q_stride, cu_seqlens_k_stride = (strides[0] if strides else 0 for strides in cu_seqlens_strides)
     return _pack_others(
-        cu_seqlens_q_stride=cu_seqlens_q.strides[0] if cu_seqlens_q else 0,
-        cu_seqlens_k_stride=cu_seqlens_k.strides[0] if cu_seqlens_k else 0,
+        cu_seqlens_q_stride=cu_seqlens_q_stride,
+        cu_seqlens_k_stride=cu_seqlens_k_stride,
         batch_shape=[
             *divisor(1) * (BATCH_AXES - len(batch_axes)),
             *(x for _, length in batch_axes for x in divisor(length)),
@@ -166,45 +187,55 @@ def _others(
         head_tiles=divisor(num_heads // packed_heads),
         num_batches=prod(length for _, length in batch_axes),
         num_sequences=num_sequences,
-        window_left=left,
-        window_right=right,
+        window_left=OPEN_WINDOW if window_left is None else window_left,
+        window_right=OPEN_WINDOW if window_right is None else window_right,
         scale=scale,
         softcap=traits.softcap,
         scale_by_softcap=scale / traits.softcap if traits.softcap else 0.0,
         head_dim=traits.head_dim,
         head_dim_v=traits.head_dim_v,
         offset_from_lengths=offset_from_lengths,
-        **{f"{name}_dtype": _float_code(x) for name, x in zip(HEAD_ARRAYS, per_head, strict=True)},
-        query_offset_size=_integer_size(query_offset),
-        cu_seqlens_q_size=_integer_size(cu_seqlens_q),
-        cu_seqlens_k_size=_integer_size(cu_seqlens_k),
+        **{f"{name}_dtype": FLOAT_CODES.get(getattr(dtypes, name), 0) for name in HEAD_ARRAYS},
+        query_offset_size=_integer_size(dtypes.query_offset),
+        cu_seqlens_q_size=_integer_size(dtypes.cu_seqlens_q),
+        cu_seqlens_k_size=_integer_size(dtypes.cu_seqlens_k),
     )
 
 
-def _dense_strides(operands: Operands, num_batch: int, plan: Plan) -> bytes:
+def _dense_strides(strides: Strides, num_batch: int, plan: Plan) -> bytes:
     axes = plan.batch_axes
-    begin = 8 * (BATCH_AXES - len(axes))
-    packed = bytearray(_STRIDES_SIZE)
-    for place, operand in zip(_STRIDES_PLACES, operands, strict=False):
-        if operand is not None:
-            steps = operand.strides
-            if len(axes) != num_batch:
-                steps = *(steps[axis] for axis, _ in axes), *steps[num_batch:]
-            _PACK_STEPS[len(steps)](packed, place + begin, *steps)
-    return bytes(packed)
+    given = strides[:_NUM_STRIDED]
+    pack = _packer_of_strides(tuple([steps and len(steps) for steps in given]), num_batch, len(axes))
+    if len(axes) != num_batch:
+        given = tuple([steps and (*(steps[axis] for axis, _ in axes), *steps[num_batch:]) for steps in given])
+    return pack(*sum(filter(None, given), ()))
 
 
-def _varlen_strides(operands: Operands) -> bytes:
+@lru_cache(maxsize=1024)
+def _packer_of_strides(lengths: tuple[Any, ...], num_batch: int, num_axes: int) -> Callable[..., bytes]:
+    """Make a function that packs the strides of dense arrays, given how many each has before its axes are merged.
+
+    An array without strides is an offset for all batches, or not there.
+    """
+    before = 8 * (BATCH_AXES - num_axes)
+    codes = []
+    for length in lengths:
+        steps = length - num_batch + num_axes if length else 0
+        codes.append(f"{before}x{steps}q{_STEPS_SIZE - before - 8 * steps}x")
+    return struct.Struct("=" + "".join(codes)).pack
+
+
+def _varlen_strides(strides: Strides) -> bytes:
     """Strides of packed sequences, which have the heads behind the rows."""
     packed = bytearray(_STRIDES_SIZE)
-    for name, place, operand in zip(Operands._fields, _STRIDES_PLACES, operands, strict=False):
-        if operand is None:
+    for name, place, given in zip(ARRAYS, _STRIDES_PLACES, strides, strict=False):
+        if given is None:
             continue
-        if len(operand.strides) == 2 and name != "lse":  # for each sequence and head
-            sequence, head = operand.strides
+        if name in HEAD_ARRAYS:
+            sequence, head = given
             steps: tuple[int, ...] = sequence, 0, 0, 0, head
         else:
-            row, head, *column = operand.strides
+            row, head, *column = given
             steps = 0, 0, 0, 0, head, row, *column
         _PACK_STEPS[len(steps)](packed, place, *steps)
     return bytes(packed)
@@ -212,40 +243,34 @@ def _varlen_strides(operands: Operands) -> bytes:
 
 _STEPS_SIZE = struct.calcsize("=" + STRIDES[0][1])
 _STRIDES_SIZE = _STEPS_SIZE * len(STRIDES)
+_NUM_STRIDED = len(STRIDES)
+_CU_SEQLENS = slice(_NUM_STRIDED, None)
+_WITH_KEY_HEADS = ARRAYS.index("k"), ARRAYS.index("v")
 _STRIDES_PLACES = range(0, _STRIDES_SIZE, _STEPS_SIZE)
 _PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AXES + 4)]
 
 
-def _heads_continue(problem: Problem, plan: Plan, operands: Operands) -> bool:
+def _heads_continue(problem: Problem, plan: Plan, strides: Strides) -> bool:
     """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
 
     False where the heads of all batches would not be counted by 32 bits.
     """
-    num_batch = len(problem.batch)
+    num_batch, num_heads = len(problem.batch), problem.num_heads_q
     lengths = [(axis, length) for axis, length in reversed(plan.batch_axes) if length != 1]
-    if plan.num_batches * problem.num_heads_q >= 2**31:
+    if plan.num_batches * num_heads >= 2**31:
         return False
-    for name, operand in zip(Operands._fields, operands, strict=True):
-        if operand is None:
-            continue
-        strides = operand.strides
-        # `query_offset` has no heads.
-        head = strides[num_batch] if len(strides) > num_batch else 0
-        step = head * (problem.num_heads_kv if name in ("k", "v") else problem.num_heads_q)
-        for axis, length in lengths:
-            if strides[axis] != step:
-                return False
-            step *= length
+    for i, steps in enumerate(strides):
+        if steps:
+            # `query_offset` has no heads.
+            head = steps[num_batch] if len(steps) > num_batch else 0
+            step = head * (problem.num_heads_kv if i in _WITH_KEY_HEADS else num_heads)
+            for axis, length in lengths:
+                if steps[axis] != step:
+                    return False
+                step *= length
     return True
 
 
-def _float_code(operand: Operand | None) -> int:
-    return FLOAT_CODES[operand.dtype] if operand is not None else 0
-
-
-def _integer_size(operand: Operand | None) -> int:
-    """Bytes of an integer operand's elements, negative when they are signed."""
-    if operand is None:
-        return 0
-    size = ITEMSIZE[operand.dtype]
-    return size if operand.dtype[0] == "u" else -size
+def _integer_size(dtype: str) -> int:
+    """Bytes of an integer type, negative when it is signed; 0 for none."""
+    return 0 if not dtype else ITEMSIZE[dtype] if dtype[0] == "u" else -ITEMSIZE[dtype]

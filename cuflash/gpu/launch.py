@@ -17,34 +17,26 @@ import numpy as np
 from ..plan.partial import partial_results
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
-from ..problem.arrays import DTYPES, ArrayInfo, cupy_ndarray, extent
+from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
 from ..problem.checks import workspace_size
-from ..problem.problem import Operands, Problem, result_rows
+from ..problem.kind import Kind
+from ..problem.problem import ARRAYS, Problem, itemsizes, result_rows, shapes_of
 from ..settings import settings
-from .arguments import POINTERS_SIZE, SIZE, pack_pointers_into, pack_values
+from .arguments import pack_pointers, pack_values, start
 from .compile import kernel_function
 from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
+_kinds: dict[Any, Kind] = {}
 
-_NO_POINTERS = (0,) * (len(Operands._fields) - 3)
-_OUT, _LSE = Operands._fields.index("out"), Operands._fields.index("lse")
+_NO_POINTERS = (0,) * (len(ARRAYS) - 3)
+_OTHERS = 13
+"""Where in a key the arrays beside q, k and v begin: each has shape, strides, dtype, alignment and device."""
+_NOT_GIVEN = (None,) * 5
+_NO_OTHERS = _NOT_GIVEN * (len(ARRAYS) - 3)
+_OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
 _RESULTS = slice(_OUT, _LSE + 1)
-
-
-class _Arguments:
-    """Memory for one argument struct, and what CuPy needs to pass it by value. The driver copies it at the launch."""
-
-    def __init__(self) -> None:
-        from cupy.cuda.function import CPointer
-
-        array = np.empty(SIZE, np.uint8)
-        self.memory = array.data
-        self.by_value = (CPointer(array.ctypes.data),)
-
-
-_free_arguments: list[_Arguments] = []
 
 
 Part = tuple[tuple[int], bytes, "tuple[int, ...] | None"]
@@ -69,35 +61,42 @@ class Launch:
         self._block = (plan.tile.num_threads,)
         self._parts = launch_parts(problem, plan)
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
-        rows, operands = result_rows(problem), problem.operands
-        self._out = Result((*rows, problem.traits.head_dim_v), operands.out)
-        self._lse = Result(rows, operands.lse) if operands.lse is not None else None
+        rows, traits, strides = result_rows(problem), problem.traits, problem.strides
+        self._out = Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
+        self._lse = Result(rows, traits.lse_dtype, strides.lse) if strides.lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
 
     def __str__(self) -> str:
         return f"{self._problem} -> {self.plan}"
 
-    def set_extents(self, infos: dict[str, ArrayInfo]) -> None:
-        """Note how far each array reaches from its address, for `results_apart`."""
-        self._extents = []
-        for name in Operands._fields:
-            info = infos.get(name)
-            itemsize = DTYPES[info.dtype].itemsize if info else 0
-            self._extents.append(extent(0, info.shape, info.strides, itemsize) if info else (0, 0))
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """How far each array reaches from its address."""
+        if self._extents is None:
+            problem = self._problem
+            described = zip(shapes_of(problem), problem.strides, itemsizes(problem), strict=True)
+            self._extents = [
+                (0, 0) if steps is None else extent(0, shape, steps, size) for shape, steps, size in described
+            ]
+        return self._extents
 
     def results_apart(self, pointers: list[int]) -> bool:
         """Whether given results certainly share no memory with another array of the call (False: look closer)."""
-        spans = [(p + low, p + high) for p, (low, high) in zip(pointers, self._extents or (), strict=False)]
+        extents = self.extents
         for result in (_OUT, _LSE):
-            low, high = spans[result]
-            if low < high and any(i != result and a < high and low < b for i, (a, b) in enumerate(spans)):
+            begin, end = extents[result]
+            begin, end = pointers[result] + begin, pointers[result] + end
+            # Each result is one of the arrays: it shares memory with itself.
+            others = zip(pointers, extents, strict=True)
+            sharing = [p for p, (low, high) in others if begin < p + high and p + low < end]
+            if begin < end and len(sharing) > 1:
                 return False
         return True
 
     def takes(self, workspace: Any, pointers: list[int]) -> bool:
         """Whether a given workspace certainly serves the call (False: look closer)."""
         gpu_type: Any = _gpu_type()
-        if self._extents is None or type(workspace) is not gpu_type or workspace.dtype != np.uint8:
+        if type(workspace) is not gpu_type or workspace.dtype != np.uint8:
             return False
         data, size = workspace.data, workspace.size
         if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.device_id:
@@ -105,7 +104,7 @@ class Launch:
         low, high = data.ptr, data.ptr + size
         apart = all(
             p + end <= low or high <= p + begin or begin == end
-            for p, (begin, end) in zip(pointers, self._extents, strict=True)
+            for p, (begin, end) in zip(pointers, self.extents, strict=True)
         )
         return apart and workspace_size(low, size) >= self.plan.workspace
 
@@ -143,31 +142,21 @@ class Launch:
         return out if self._lse is None else (out, lse)
 
     def _start(self, pointers: list[int]) -> None:
-        # A buffer of this call's own while it lasts: other threads, and calls that interrupt this one, take another.
-        try:
-            arguments = _free_arguments.pop()
-        except IndexError:
-            arguments = _Arguments()
         for grid, packed, offsets in self._parts:
             at = pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
-            pack_pointers_into(arguments.memory, 0, *at)
-            arguments.memory[POINTERS_SIZE:] = packed
-            self._function(grid, self._block, arguments.by_value, self.plan.program.shared_memory)
-        _free_arguments.append(arguments)
+            start(self._function, grid, self._block, self.plan.program.shared_memory, pack_pointers(*at) + packed)
 
 
 def launch_parts(problem: Problem, plan: Plan) -> tuple[Part, ...]:
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
         return (((plan.num_blocks,), pack_values(problem, plan), None),)
-    operands = (partial_results(problem) if plan.num_splits > 1 else problem).operands
+    strides = (partial_results(problem) if plan.num_splits > 1 else problem).strides
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = tuple(
-            sum(i * operand.strides[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True))
-            if operand
-            else 0
-            for operand in operands
+            sum(i * steps[axis] for i, (axis, _) in zip(index, plan.outer_axes, strict=True)) if steps else 0
+            for steps in strides
         )
         for first_block in range(0, plan.num_blocks, MAX_GRID):
             grid = (min(MAX_GRID, plan.num_blocks - first_block),)
@@ -219,12 +208,13 @@ def find_on_gpu(
         parts: list[Any] = []
         for array in others:
             if array is None:
-                parts.append(None)
+                parts += _NOT_GIVEN
                 pointers.append(0)
             elif type(array) is gpu_type:
-                pointer = array.data.ptr
+                data = array.data
+                pointer = data.ptr
                 pointers.append(pointer)
-                parts += (array.shape, array.strides, array.dtype, pointer & 15, array.data.device_id)
+                parts += (array.shape, array.strides, array.dtype, pointer & 15, data.device_id)
             else:
                 return None, None, []
         key += tuple(parts)
@@ -232,7 +222,46 @@ def find_on_gpu(
         launch = _launches.get(key)
     except TypeError:
         return None, None, pointers
+    if launch is None:
+        launch = _launch_of_known_kind(key, pointers)
     return key, launch, pointers
+
+
+def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What of a call's key its lengths do not change."""
+    options, chosen, _, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key[:_OTHERS]
+    fixed: tuple[Any, ...]
+    if options[0] == "attention":
+        fixed = q_shape[:-2], k_shape[:-2], v_shape[:-2], q_shape[-1:], k_shape[-1:], v_shape[-1:]
+    else:
+        fixed = q_shape[1:], k_shape[1:], v_shape[1:]
+    others = key[_OTHERS:]
+    return options, chosen, devices, q_dtype, k_dtype, v_dtype, fixed, others[2::5], others[4::5]
+
+
+def _launch_of_known_kind(key: tuple[Any, ...], pointers: list[int]) -> Launch | None:
+    """Plan a call that an earlier one differs from in lengths and strides alone; None if it has to be checked."""
+    kind = _kinds.get(_kind_key(key))
+    if kind is None:
+        return None
+    others = key[_OTHERS:] or _NO_OTHERS
+    shapes, strides = (*key[4:_OTHERS:3], *others[::5]), (*key[5:_OTHERS:3], *others[1::5])
+    for shape, steps, dtype in zip(shapes[_RESULTS], strides[_RESULTS], others[2::5], strict=False):
+        if shape is not None and overlaps_itself(shape, steps, dtype.itemsize):
+            return None
+    problem = kind.at(shapes, strides, pointers)
+    if problem is None:
+        return None
+    device_id = key[3][0]
+    launch = Launch(problem, make_plan(problem, device_info(device_id), key[1]), device_id)
+    _remember(_launches, key, launch)
+    return launch
+
+
+def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
+    if len(cache) >= CACHE_SIZE:
+        cache.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
+    cache[key] = value
 
 
 def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
@@ -241,12 +270,9 @@ def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out:
     plan = make_plan(problem, device_info(device_id), settings())
     check_size(infos, plan.workspace)
     launch = Launch(problem, plan, device_id)
-    if "out" in infos or "lse" in infos or "workspace" in infos:
-        launch.set_extents(infos)
     if key is not None:
-        if len(_launches) >= CACHE_SIZE:
-            _launches.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
-        _launches[key] = launch
-    pointers = [infos[name].pointer if name in infos else 0 for name in Operands._fields]
+        _remember(_launches, key, launch)
+        _remember(_kinds, _kind_key(key), Kind(problem))
+    pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
     workspace = infos["workspace"].array if "workspace" in infos else None
     return launch.run(pointers, out, lse, workspace)

@@ -68,9 +68,9 @@ def merge_on_gpu(parts: Parts) -> tuple[Any, Any]:
     device_id, rows = parts.outs[0].device, parts.lses[0].shape
     out_result, lse_result = result_operands(parts)
     with cupy.cuda.Device(device_id):
-        result = Result(parts.outs[0].shape, out_result)
+        result = Result(parts.outs[0].shape, out_result.dtype, out_result.strides)
         out, _workspace, address = allocate_with_workspace(cupy, result, None, merge_workspace(parts), None)
-        lse = Result(rows, lse_result).allocate(cupy)
+        lse = Result(rows, lse_result.dtype, lse_result.strides).allocate(cupy)
         steps = merge_steps(parts, out.data.ptr, lse.data.ptr, address)
         functions = [kernel_function(step.merge.program, device_id) for step in steps]
         for function, step in zip(functions, steps, strict=True):

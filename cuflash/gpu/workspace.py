@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
+from operator import ge
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..plan.partial import partial_layout, partial_of, result_axes
-from ..problem.arrays import DTYPES, ArrayInfo
+from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
 from ..problem.problem import Operand, Problem
+from .arguments import start
 from .compile import kernel_function
 from .merge import NUM_THREADS, Merge, plan_merge
 
@@ -21,9 +23,14 @@ if TYPE_CHECKING:
 
 def merge_of_splits(problem: Problem, num_splits: int) -> Merge:
     """How the partial results of a split problem are merged into its `out` and `lse`."""
-    traits, operands = problem.traits, problem.operands
-    rows = result_axes(problem)
-    return _merge(rows, traits.head_dim_v, traits.lse_dtype, operands.out, operands.lse, num_splits)
+    traits, strides = problem.traits, problem.strides
+    out, lse = (
+        Operand(dtype, steps, ITEMSIZE[dtype] if 1 < traits.result_alignment < 16 else traits.result_alignment)
+        if steps is not None
+        else None
+        for dtype, steps in ((traits.out_dtype, strides.out), (traits.lse_dtype, strides.lse))
+    )
+    return _merge(result_axes(problem), traits.head_dim_v, traits.lse_dtype, out, lse, num_splits)
 
 
 @lru_cache(maxsize=1024)  # a key more or less, as from step to step of decoding, changes nothing here
@@ -59,37 +66,32 @@ def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
 
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:
     """Merge parts, given their addresses, on the current stream of the current device."""
-    from cupy.cuda.function import CPointer
-
     for packed in merge.arguments(outs, lses, out, lse):
-        memory = np.frombuffer(packed, np.uint8)  # the driver copies it at the launch
-        function((merge.num_blocks,), (NUM_THREADS,), (CPointer(memory.ctypes.data),), 0)
+        start(function, (merge.num_blocks,), (NUM_THREADS,), 0, packed)
 
 
 class Result:
     """Shape, type and layout of a result to allocate."""
 
-    __slots__ = ("dtype", "shape", "size", "strides")
+    __slots__ = ("dtype", "shape", "strides")
 
-    def __init__(self, shape: tuple[int, ...], operand: Operand) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> None:
         self.shape = shape
-        self.dtype = DTYPES[operand.dtype]
-        self.size = prod(shape)
-        strides = operand.strides[len(operand.strides) - len(shape) :]
+        self.dtype = DTYPES[dtype]
+        strides = strides[len(strides) - len(shape) :]
         # New results are packed, so falling strides mean C order.
-        plain = 0 in shape or list(strides) == sorted(strides, reverse=True)
-        self.strides = None if plain else strides
+        self.strides = None if 0 in shape or all(map(ge, strides, strides[1:])) else strides
 
     def allocate(self, cupy: Any) -> Any:
         """Return a new array."""
         if self.strides is None:
             return cupy.empty(self.shape, self.dtype)
-        memory = cupy.empty(self.size, self.dtype)
+        memory = cupy.empty(prod(self.shape), self.dtype)
         return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides)
 
     def allocate_with(self, cupy: Any, workspace: int) -> tuple[Any, Any]:
         """Return a new array and a workspace, in memory that lives as long as either."""
-        offset = -(-self.size * self.dtype.itemsize // BOUNDARY) * BOUNDARY
+        offset = -(-prod(self.shape) * self.dtype.itemsize // BOUNDARY) * BOUNDARY
         memory = cupy.empty(offset + workspace, np.uint8)
         return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides), memory[offset:]
 

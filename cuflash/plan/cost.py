@@ -93,16 +93,15 @@ class Lengths(NamedTuple):
 
 def lengths_of(problem: Problem) -> Lengths:
     """Read the lengths of a problem."""
-    queries, keys = problem.seqlen_q, problem.seqlen_k
-    heads = problem.num_heads_q
-    group_size = heads // problem.num_heads_kv if heads else 1
-    left, right, offset = problem.window_left, problem.window_right, problem.query_offset
+    traits, batch, heads, heads_kv, queries, all_keys, left, right, offset, *_ = problem
+    group_size = heads // heads_kv if heads else 1
     num_planes = heads
-    for length in problem.batch:
+    for length in batch:
         num_planes *= length
-    if problem.traits.op == "attention_varlen":
+    keys = all_keys
+    if traits.op == "attention_varlen":
         # The host does not know where sequences begin.
-        num_sequences = max(problem.batch[0], 1)
+        num_sequences = max(batch[0], 1)
         queries, keys, offset = queries // num_sequences, keys // num_sequences, None
     width, later_keys = None, 0
     if right is not None:
@@ -113,20 +112,30 @@ def lengths_of(problem: Problem) -> Lengths:
             keys = min(keys, queries + offset + right)
             later_keys = max(keys - first, 0)
     if left is not None and offset is not None:
-        keys = min(keys, problem.seqlen_k - offset + left)
+        keys = min(keys, all_keys - offset + left)
     return Lengths(queries, group_size, num_planes, max(keys, 0), later_keys, width)
 
 
-def rounded(lengths: Lengths) -> Lengths:
-    """Round to steps that no choice notices, so that neighbouring lengths share theirs."""
-    queries, group_size, num_planes, keys, later_keys, width = lengths
-    return Lengths(_rounded(queries), group_size, num_planes, _rounded(keys), _rounded(later_keys), width)
-
-
-def _rounded(length: int) -> int:
+def _round(length: int) -> int:
     """Round up by less than an eighth."""
     step = 1 << max(length.bit_length() - 4, 0)
     return -(-length // min(step, 64)) * min(step, 64)
+
+
+_ROUNDED = [_round(length) for length in range(1024)]
+
+
+def rounded(lengths: Lengths) -> tuple[int, int, int, int, int, int | None]:
+    """Round to steps that no choice notices, so that neighbouring lengths share theirs."""
+    queries, group_size, num_planes, keys, later_keys, width = lengths
+    return (
+        _ROUNDED[queries] if queries < 1024 else queries + 63 & -64,
+        group_size,
+        num_planes,
+        _ROUNDED[keys] if keys < 1024 else keys + 63 & -64,
+        _ROUNDED[later_keys] if later_keys < 1024 else later_keys + 63 & -64,
+        width,
+    )
 
 
 class Choice(NamedTuple):

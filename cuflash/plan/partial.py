@@ -39,7 +39,7 @@ def _packed(shape: tuple[int, ...], dtype: str) -> Operand:
 
 
 def result_axes(problem: Problem) -> tuple[int, ...]:
-    """Lengths of the axes that the operands `out` and `lse` share."""
+    """Lengths of the axes that `out` and `lse` share."""
     if problem.traits.op == "attention_varlen":
         return problem.seqlen_q, problem.num_heads_q
     return *problem.batch, problem.num_heads_q, problem.seqlen_q
@@ -58,5 +58,5 @@ def partial_traits(traits: Traits) -> Traits:
 def partial_results(problem: Problem) -> Problem:
     """Return the problem whose `out` and `lse` are those of one split."""
     partial = partial_of(problem)
-    operands = problem.operands._replace(out=partial.out, lse=partial.lse)
-    return problem._replace(traits=partial_traits(problem.traits), operands=operands)
+    strides = problem.strides._replace(out=partial.out.strides, lse=partial.lse.strides)
+    return problem._replace(traits=partial_traits(problem.traits), strides=strides)

@@ -6,7 +6,6 @@ A `Build` follows from the traits of a problem and is remembered; the lengths ch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE
@@ -86,23 +85,19 @@ class Build:
             )
             for tile in self.tiles
         ]
-        self._choices: dict[Lengths, Choice] = {}
+        self._choices: dict[tuple[int | None, ...], Choice] = {}
         self._programs: dict[tuple[Tile, bool], Program] = {}
 
     def choose(self, lengths: Lengths) -> Choice:
         """Tile and splits that take the least time; remembered."""
-        lengths = rounded(lengths)
-        choice = self._choices.get(lengths)
+        key = rounded(lengths)
+        choice = self._choices.get(key)
         if choice is None:
             if len(self._choices) >= CACHE_SIZE:
                 self._choices.clear()
-            choice = self._choices[lengths] = cheapest(
-                self._paces,
-                self._cost,
-                lengths,
-                self._traits.head_dim_v,
-                self._device.num_multiprocessors,
-            )
+            multiprocessors = self._device.num_multiprocessors
+            choice = cheapest(self._paces, self._cost, Lengths(*key), self._traits.head_dim_v, multiprocessors)
+            self._choices[key] = choice
         return choice
 
     def program(self, tile: Tile, is_split: bool) -> Program:
@@ -183,24 +178,25 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
             num_steps = max(walk_of(lengths, tile).num_steps, 1)
             num_splits = -(-num_steps // -(-num_steps // num_splits))
     is_split = num_splits > 1
-    num_heads_q = problem.num_heads_q
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     outer_axes, batch_axes = _walked_axes(problem, is_split)
-    num_batches = prod([length for _, length in batch_axes])
+    num_batches = 1
+    for _, length in batch_axes:
+        num_batches *= length
     return Plan(
-        program=build.program(tile, is_split),
-        tile=tile,
-        num_blocks=num_m_blocks * (num_heads_q // packed_heads) * num_batches * num_splits,
-        workspace=num_splits * sum(partial_of(problem).strides) if is_split else 0,
-        num_batches=num_batches,
-        num_m_blocks=num_m_blocks,
-        group_size=lengths.group_size,
-        packed_heads=packed_heads,
-        planes_at_once=_planes_at_once(problem, build.spec, tile, lengths.group_size // packed_heads),
-        batch_axes=batch_axes,
-        outer_axes=outer_axes,
-        num_splits=num_splits,
+        build.program(tile, is_split),
+        tile,
+        num_m_blocks * (problem.num_heads_q // packed_heads) * num_batches * num_splits,
+        num_splits * sum(partial_of(problem).strides) if is_split else 0,
+        num_batches,
+        num_m_blocks,
+        lengths.group_size,
+        packed_heads,
+        _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
+        batch_axes,
+        outer_axes,
+        num_splits,
     )
 
 
@@ -212,7 +208,7 @@ def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
     return -(-num_rows // tile.block_m)
 
 
-def _planes_at_once(problem: Problem, spec: KernelSpec, tile: Tile, planes_of_a_head: int) -> int:
+def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: Tile, packed_heads: int) -> int:
     """Where later rows see more keys: all heads, or as many as have keys and values that stay in cache together.
 
     The latter for tiles that read keys faster than memory gives them.
@@ -221,9 +217,9 @@ def _planes_at_once(problem: Problem, spec: KernelSpec, tile: Tile, planes_of_a_
     if problem.window_right is None or traits.op == "attention_varlen":
         return 0
     if tile.block_m > spec.starved_rows:
-        return max(problem.num_heads_q * prod(problem.batch), 1)
+        return max(lengths.num_planes, 1)
     num_bytes = problem.seqlen_k * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
-    return max(1, CACHED_BYTES // max(num_bytes, 1)) * planes_of_a_head
+    return max(1, CACHED_BYTES // max(num_bytes, 1)) * (lengths.group_size // packed_heads)
 
 
 def choose_kernel(traits: Traits, device: Device, settings: Settings) -> KernelSpec:
@@ -284,7 +280,7 @@ def _walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
     if len(problem.batch) <= BATCH_AXES:
         return (), tuple(enumerate(problem.batch))
     written = partial_results(problem) if is_split else problem
-    merged = merge_axes(problem.batch, [operand.strides for operand in written.operands if operand is not None])
+    merged = merge_axes(problem.batch, [strides for strides in written.strides if strides is not None])
     split = max(0, len(merged) - BATCH_AXES)
     return merged[:split], merged[split:]
 

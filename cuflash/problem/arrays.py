@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import operator
 import sys
+from itertools import accumulate
+from operator import ge, mul
 from typing import Any, NamedTuple, NoReturn
 
 import ml_dtypes
@@ -67,6 +69,8 @@ def strides_like(shape: tuple[int, ...], like: tuple[int, ...], itemsize: int) -
     As in `np.empty_like`, but axes without an order of their own (length 1, or stride 0 from broadcasting) keep their
     place.
     """
+    if all(map(ge, like, like[1:])) and 0 not in shape and (not like or like[-1] > 0):
+        return tuple(accumulate(shape[:0:-1], mul, initial=itemsize))[::-1] if shape else ()
     strides, step, inner = [0] * len(shape), itemsize, 0
     for axis in range(len(shape) - 1, -1, -1):
         length, stride = shape[axis], abs(like[axis])
@@ -211,10 +215,10 @@ def stand_in(name: str, x: Any, device: int) -> ArrayInfo:
 
 def extent(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """First and one-past-last byte address that the elements touch (equal for an empty array)."""
+    if 0 in shape:
+        return pointer, pointer
     low = high = pointer
     for length, stride in zip(shape, strides, strict=True):
-        if length == 0:
-            return pointer, pointer
         if stride > 0:
             high += (length - 1) * stride
         else:
@@ -236,14 +240,22 @@ def share_memory(a: ArrayInfo, b: ArrayInfo) -> bool:
         return True
 
 
-def overlaps_itself(a: ArrayInfo) -> bool:
+def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
     """Whether two elements of one array share a byte (stride 0, or interleaved rows)."""
-    axes = sorted((abs(stride), length) for stride, length in zip(a.strides, a.shape, strict=True) if length > 1)
-    reach = ITEMSIZE[a.dtype]
-    for stride, length in axes:
-        if stride < reach:
-            return 0 not in a.shape
-        reach += stride * (length - 1)
+    reach = itemsize
+    for length, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if length > 1:
+            if stride < reach:
+                break  # in another order, or shared
+            reach += stride * (length - 1)
+    else:
+        return False
+    reach = itemsize
+    for stride, length in sorted((abs(stride), length) for stride, length in zip(strides, shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return 0 not in shape
+            reach += stride * (length - 1)
     return False
 
 

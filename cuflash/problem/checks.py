@@ -11,7 +11,17 @@ from typing import Any
 import numpy as np
 
 from ..settings import FLOAT32_PRECISION
-from .arrays import DTYPE_NAMES, FLOAT_NAMES, HOST, INTEGER_NAMES, ArrayInfo, inspect, overlaps_itself, share_memory
+from .arrays import (
+    DTYPE_NAMES,
+    FLOAT_NAMES,
+    HOST,
+    INTEGER_NAMES,
+    ITEMSIZE,
+    ArrayInfo,
+    inspect,
+    overlaps_itself,
+    share_memory,
+)
 
 MAX_HEAD_DIM = 512
 BOUNDARY = 16
@@ -314,7 +324,7 @@ def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Se
     same_device(name, info, *others[0])
     if not info.writeable:
         raise ValueError(f"{name} is read-only, expected a writeable array")
-    if overlaps_itself(info):
+    if overlaps_itself(info.shape, info.strides, ITEMSIZE[info.dtype]):
         raise ValueError(
             f"{name} has strides {info.strides} for shape {info.shape}, so that its elements overlap each other"
         )

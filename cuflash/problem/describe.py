@@ -6,10 +6,9 @@ excludes - before a byte is allocated, launched or written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from .arrays import FLOAT_NAMES, INTEGER_NAMES, ITEMSIZE, ArrayInfo, strides_like
+from .arrays import FLOAT_NAMES, INTEGER_NAMES, ArrayInfo
 from .checks import (
     broadcast_batch,
     check_cu_seqlens,
@@ -28,8 +27,9 @@ from .checks import (
     query_key_value,
     with_heads,
 )
-from .problem import Operand, Operands, Problem, Shapes, Traits, alignment_of, dense_shapes, varlen_shapes
-from .types import Causal
+from .kind import Kind
+from .problem import ARRAYS, Dtypes, Problem, Strides, Traits, dense_shapes, varlen_shapes
+from .signatures import Causal
 
 
 def describe_attention(
@@ -72,7 +72,8 @@ def describe_attention(
     check_heads(num_heads_q, k_info.shape[-3], num_heads_kv, q_info.device, (seqlen_q, seqlen_k))
     batch = broadcast_batch(q_info.shape[:-3], k_info.shape[:-3], v_info.shape[:-3])
 
-    shapes = dense_shapes(batch, (num_heads_q, num_heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v))
+    found = dense_shapes(batch, (num_heads_q, num_heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v))
+    shapes: dict[str, Any] = dict(zip(ARRAYS, found, strict=True))
     if bias is not None:
         optional_array(infos, "bias", bias, FLOAT_NAMES, shapes["bias"])
     if mask is not None:
@@ -89,10 +90,10 @@ def describe_attention(
     out_name = check_results(infos, out, lse, out_dtype, result_shape)
     if workspace is not None:
         check_workspace(infos, workspace)
-    operands = _operands(infos, shapes, out_name, parse_flag("return_lse", return_lse) or lse is not None)
+    strides = _strides_to_find(parse_flag("return_lse", return_lse) or lse is not None)
     scale = parse_scale(scale, head_dim, q_info.dtype)
-    traits = _traits("attention", operands, head_dim, head_dim_v, (window_left, window_right), softcap, precision)
-    problem = Problem(
+    traits = _traits("attention", infos, out_name, (window_left, window_right), softcap, precision)
+    like = Problem(
         traits=traits,
         batch=batch,
         num_heads_q=num_heads_q,
@@ -104,10 +105,11 @@ def describe_attention(
         query_offset=offset,
         bottom_right=query_offset is None and causal != "top_left",
         scale=scale,
-        operands=operands,
+        strides=strides,
+        dtypes=_dtypes(infos),
         is_2d=is_2d,
     )
-    return problem, infos
+    return _at(like, infos), infos
 
 
 def describe_varlen(
@@ -157,7 +159,8 @@ def describe_varlen(
             raise ValueError(f"{name} is {hint}, expected a non-negative int or None")
 
     batch = (num_boundaries - 1,)
-    shapes = varlen_shapes(batch, (num_heads_q, num_heads_kv), (total_q, total_k), (head_dim, head_dim_v))
+    found = varlen_shapes(batch, (num_heads_q, num_heads_kv), (total_q, total_k), (head_dim, head_dim_v))
+    shapes: dict[str, Any] = dict(zip(ARRAYS, found, strict=True))
     if alibi_slopes is not None:
         optional_array(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, shapes["alibi_slopes"])
     if sinks is not None:
@@ -165,12 +168,10 @@ def describe_varlen(
     right, offset = parse_causal(causal, None, None)
     window_left, window_right = parse_window(window, right)
     out_name = check_results(infos, out, lse, out_dtype, shapes["out"])
-    operands = _operands(infos, shapes, out_name, parse_flag("return_lse", return_lse) or lse is not None)
+    strides = _strides_to_find(parse_flag("return_lse", return_lse) or lse is not None)
     scale = parse_scale(scale, head_dim, q_info.dtype)
-    traits = _traits(
-        "attention_varlen", operands, head_dim, head_dim_v, (window_left, window_right), softcap, precision
-    )
-    problem = Problem(
+    traits = _traits("attention_varlen", infos, out_name, (window_left, window_right), softcap, precision)
+    like = Problem(
         traits=traits,
         batch=batch,
         num_heads_q=num_heads_q,
@@ -182,88 +183,58 @@ def describe_varlen(
         query_offset=offset,
         bottom_right=causal != "top_left",
         scale=scale,
-        operands=operands,
+        strides=strides,
+        dtypes=_dtypes(infos),
         is_2d=False,
     )
-    return problem, infos
+    return _at(like, infos), infos
 
 
-def _operands(infos: dict[str, ArrayInfo], shapes: Shapes, out_dtype: str, lse: bool) -> Operands:
-    """Describe the arrays of a call, broadcast to `shapes`, and the results that it does not name."""
-    found = {name: _operand(info, shapes[name]) for name, info in infos.items() if name in shapes}
-    q = found["q"]
-    if "out" not in found:
-        found["out"] = _new_result(out_dtype, shapes["out"], q)
-    if lse and "lse" not in found:
-        found["lse"] = _new_result("float64" if q.dtype == "float64" else "float32", shapes["lse"], q)
-    return Operands(**found)
+def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
+    """Return the problem of a checked call, given all of it but what its kind finds."""
+    given = [infos.get(name) for name in ARRAYS]
+    problem = Kind(like).at(
+        tuple([info and info.shape for info in given]),
+        [info and info.strides for info in given],
+        [info.pointer if info else 0 for info in given],
+    )
+    assert problem is not None, "lengths are checked"
+    return problem
 
 
-def _operand(info: ArrayInfo, target: tuple[int, ...]) -> Operand:
-    shape, strides = info.shape, info.strides
-    if shape != target:
-        missing = len(target) - len(shape)
-        strides = (0,) * missing + tuple(
-            0 if length == 1 else stride for length, stride in zip(shape, strides, strict=True)
-        )
-    return Operand(info.dtype, strides, alignment_of(info.pointer, target, strides))
+def _strides_to_find(lse: bool) -> Strides:
+    return Strides((), (), (), (), () if lse else None)
 
 
-def _new_result(dtype: str, shape: tuple[int, ...], like: Operand) -> Operand:
-    """Return the layout of a new array that lies in memory in the order of the query."""
-    strides = strides_like(shape, like.strides, ITEMSIZE[dtype])
-    # Address 0 stands for an allocation, which begins on a boundary of at least 16 bytes.
-    return Operand(dtype, strides, alignment_of(0, shape, strides))
+def _dtypes(infos: dict[str, ArrayInfo]) -> Dtypes:
+    return Dtypes(*(infos[name].dtype if name in infos else "" for name in Dtypes._fields))
 
 
 def _traits(
     op: str,
-    operands: Operands,
-    head_dim: int,
-    head_dim_v: int,
+    infos: dict[str, ArrayInfo],
+    out_dtype: str,
     window: tuple[int | None, int | None],
     softcap: Any,
     precision: Any,
 ) -> Traits:
-    q, k, v, out, lse, *others = operands
-    dtype = q.dtype
+    """Read the traits, but for alignments."""
+    dtype = infos["q"].dtype
     cap = parse_softcap(softcap, dtype)
     return Traits(
         op=op,
         dtype=dtype,
-        out_dtype=out.dtype,
+        out_dtype=out_dtype,
         precision=parse_precision(precision, dtype),
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
+        head_dim=infos["q"].shape[-1],
+        head_dim_v=infos["v"].shape[-1],
         softcap=cap,
         window=window != (None, None),
-        bias=operands.bias.dtype if operands.bias is not None else "",
-        mask=operands.mask is not None,
-        alibi_slopes=operands.alibi_slopes is not None,
-        sinks=operands.sinks is not None,
-        query_offset=operands.query_offset is not None,
-        input_alignment=_common_alignment((q, k, v), others, head_dim | head_dim_v, ITEMSIZE[dtype]),
-        result_alignment=_common_alignment((out,), (lse,), head_dim_v, ITEMSIZE[dtype]),
+        bias=infos["bias"].dtype if "bias" in infos else "",
+        mask="mask" in infos,
+        alibi_slopes="alibi_slopes" in infos,
+        sinks="sinks" in infos,
+        query_offset="query_offset" in infos,
+        input_alignment=1,
+        result_alignment=1,
     )
-
-
-def _common_alignment(moved: Sequence[Operand], others: Sequence[Operand | None], features: int, itemsize: int) -> int:
-    """Return 16 if `moved` can move in 16-byte vectors, 1 if elements of any array lie on no boundary, else their size.
-
-    `features` has the bits of the numbers of features, `itemsize` is that of the inputs.
-    """
-    common = 16 if features * itemsize % 16 == 0 else itemsize
-    for operand in moved:
-        dtype, strides, alignment = operand
-        size = ITEMSIZE[dtype]
-        if alignment < 16 or strides[-1] != size:
-            if alignment % size or strides[-1] % size:
-                return 1
-            common = itemsize
-    for other in others:
-        if other is not None:
-            dtype, strides, alignment = other
-            size = ITEMSIZE[dtype]
-            if alignment % size or (strides and strides[-1] % size):
-                return 1
-    return common

@@ -8,34 +8,54 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .arrays import ITEMSIZE
+
+
+class Strides(NamedTuple):
+    """The arrays of a call by the names of its arguments, which are those of the kernels' addresses, too.
+
+    Each is seen as broadcast to the problem's axes: bytes from element to element, one number per axis, 0 where the
+    array is repeated.
+    """
+
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    out: tuple[int, ...]
+    lse: tuple[int, ...] | None = None
+    bias: tuple[int, ...] | None = None
+    mask: tuple[int, ...] | None = None
+    alibi_slopes: tuple[int, ...] | None = None
+    sinks: tuple[int, ...] | None = None
+    query_offset: tuple[int, ...] | None = None
+    """Where it is an array."""
+    cu_seqlens_q: tuple[int, ...] | None = None
+    cu_seqlens_k: tuple[int, ...] | None = None
+
+
+ARRAYS = Strides._fields
+"""Names of a call's arrays."""
+
+
+class Dtypes(NamedTuple):
+    """Element types, by their NumPy names, of arrays that kernels read in whatever type they have; "" for none."""
+
+    alibi_slopes: str = ""
+    sinks: str = ""
+    query_offset: str = ""
+    cu_seqlens_q: str = ""
+    cu_seqlens_k: str = ""
+
 
 class Operand(NamedTuple):
-    """One array as the kernels see it: broadcast to the problem's axes, strides in bytes, no address."""
+    """One array of partial results, or what they are merged into."""
 
     dtype: str
     """NumPy name of the element type."""
     strides: tuple[int, ...]
-    """Bytes from element to element, one per broadcast axis (0 where the array is repeated)."""
+    """Bytes from element to element, one per axis."""
     alignment: int
     """Largest power of two up to 16 that divides the address and every stride but the last."""
-
-
-class Operands(NamedTuple):
-    """The arrays of a call by the names of its arguments, which are those of the kernels' addresses, too."""
-
-    q: Operand
-    k: Operand
-    v: Operand
-    out: Operand
-    lse: Operand | None = None
-    bias: Operand | None = None
-    mask: Operand | None = None
-    alibi_slopes: Operand | None = None
-    sinks: Operand | None = None
-    query_offset: Operand | None = None
-    """Where it is an array."""
-    cu_seqlens_q: Operand | None = None
-    cu_seqlens_k: Operand | None = None
 
 
 class Traits(NamedTuple):
@@ -105,7 +125,8 @@ class Problem(NamedTuple):
     bottom_right: bool
     """The offset is Nk - Nq because nothing else was asked for, so it follows the lengths."""
     scale: float
-    operands: Operands
+    strides: Strides
+    dtypes: Dtypes
     is_2d: bool
     """q, k and v were 2-D, so the results have no head axis."""
 
@@ -116,7 +137,8 @@ class Problem(NamedTuple):
 HEAD_ARRAYS = ("alibi_slopes", "sinks")
 """Arguments with a value for each query head."""
 
-Shapes = dict[str, tuple[int, ...]]
+Shapes = tuple[tuple[int, ...], ...]
+"""Of a call's arrays, in the order of `ARRAYS`; () for those that the operation does not take."""
 
 
 def dense_shapes(
@@ -127,36 +149,21 @@ def dense_shapes(
     of_keys = (*batch, heads[1], seqlens[1])
     lse = (*of_heads, seqlens[0])
     scores = (*lse, seqlens[1])
-    return {
-        "q": (*lse, head_dims[0]),
-        "k": (*of_keys, head_dims[0]),
-        "v": (*of_keys, head_dims[1]),
-        "out": (*lse, head_dims[1]),
-        "lse": lse,
-        "bias": scores,
-        "mask": scores,
-        "alibi_slopes": of_heads,
-        "sinks": of_heads,
-        "query_offset": batch,
-    }
+    return (
+        (*lse, head_dims[0]), (*of_keys, head_dims[0]), (*of_keys, head_dims[1]), (*lse, head_dims[1]), lse, scores,
+        scores, of_heads, of_heads, batch, (), (),
+    )  # fmt: skip
 
 
 def varlen_shapes(
     batch: tuple[int, ...], heads: tuple[int, int], totals: tuple[int, int], head_dims: tuple[int, int]
 ) -> Shapes:
     """Shapes to which the arrays of a call with packed sequences broadcast."""
-    boundaries = (batch[0] + 1,)
-    return {
-        "q": (totals[0], heads[0], head_dims[0]),
-        "k": (totals[1], heads[1], head_dims[0]),
-        "v": (totals[1], heads[1], head_dims[1]),
-        "out": (totals[0], heads[0], head_dims[1]),
-        "lse": (totals[0], heads[0]),
-        "alibi_slopes": (*batch, heads[0]),
-        "sinks": (*batch, heads[0]),
-        "cu_seqlens_q": boundaries,
-        "cu_seqlens_k": boundaries,
-    }
+    lse, of_keys, of_heads, boundaries = (totals[0], heads[0]), (totals[1], heads[1]), (*batch, heads[0]), batch[0] + 1
+    return (
+        (*lse, head_dims[0]), (*of_keys, head_dims[0]), (*of_keys, head_dims[1]), (*lse, head_dims[1]), lse, (), (),
+        of_heads, of_heads, (), (boundaries,), (boundaries,),
+    )  # fmt: skip
 
 
 def shapes_of(problem: Problem) -> Shapes:
@@ -165,6 +172,14 @@ def shapes_of(problem: Problem) -> Shapes:
     find = varlen_shapes if traits.op == "attention_varlen" else dense_shapes
     heads, seqlens = (p.num_heads_q, p.num_heads_kv), (p.seqlen_q, p.seqlen_k)
     return find(p.batch, heads, seqlens, (traits.head_dim, traits.head_dim_v))
+
+
+def itemsizes(problem: Problem) -> list[int]:
+    """Bytes of an element of each array in the order of `ARRAYS`, 0 for those whose type is not known."""
+    traits = problem.traits
+    dtype = traits.dtype
+    dtypes = dtype, dtype, dtype, traits.out_dtype, traits.lse_dtype, traits.bias, "bool", *problem.dtypes
+    return [ITEMSIZE[name] if name else 0 for name in dtypes]
 
 
 def alignment_of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -200,7 +215,7 @@ def describe_in_words(problem: Problem) -> str:
     ]
     if traits.window:
         parts.append(f"window ({p.window_left}, {p.window_right})")
-    parts += [name for name in _NAMED if getattr(p.operands, name) is not None]
+    parts += [name for name in _NAMED if getattr(p.strides, name) is not None]
     if traits.softcap:
         parts.append(f"softcap {traits.softcap:g}")
     return ", ".join(parts)

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.arguments import POINTERS_SIZE, pack_pointers_into
+from cuflash.gpu.arguments import pack_pointers
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import launch_parts
 from cuflash.gpu.merge import NUM_THREADS
@@ -32,7 +32,7 @@ from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.problem.describe import describe_attention, describe_varlen
 from cuflash.problem.parts import Parts, describe_parts, result_operands
-from cuflash.problem.problem import Operand, Operands, Problem, result_rows
+from cuflash.problem.problem import ARRAYS, Problem, result_rows
 from cuflash.settings import Settings
 from cuflash.testing import Case
 
@@ -276,10 +276,11 @@ class Emulator:
         plan = make_plan(problem, self.device, self.settings, self.num_splits)
         rows = result_rows(problem)
         spans = {name: _span(info) for name, info in infos.items()}
-        out, spans["out"] = _result((*rows, problem.traits.head_dim_v), problem.operands.out, out)
-        if problem.operands.lse is not None:
-            lse, spans["lse"] = _result(rows, problem.operands.lse, lse)
-        pointers = [spans[name][0] if name in spans else 0 for name in Operands._fields]
+        traits, strides = problem.traits, problem.strides
+        out, spans["out"] = _result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
+        if strides.lse is not None:
+            lse, spans["lse"] = _result(rows, traits.lse_dtype, strides.lse, lse)
+        pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
         if plan.num_splits > 1:
             return self._run_split(problem, plan, pointers, ranges, out, lse)
@@ -293,12 +294,8 @@ class Emulator:
                 at = (
                     pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
                 )
-                addresses = bytearray(POINTERS_SIZE)
-                pack_pointers_into(addresses, 0, *at)
-                threads = plan.tile.num_threads
-                kernel.launch(
-                    grid[0], threads, plan.program.shared_memory, bytes(addresses) + packed, ranges, self.seed
-                )
+                arguments = pack_pointers(*at) + packed
+                kernel.launch(grid[0], plan.tile.num_threads, plan.program.shared_memory, arguments, ranges, self.seed)
 
     def _run_split(
         self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any], out: Any, lse: Any
@@ -325,10 +322,12 @@ def _span(info: ArrayInfo) -> tuple[int, int, int]:
     return info.pointer, *extent(info.pointer, info.shape, info.strides, DTYPES[info.dtype].itemsize)
 
 
-def _result(shape: tuple[int, ...], operand: Operand, given: Any) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Return the array for a result, NaN where it is not the caller's own, and its `_span`."""
-    dtype = DTYPES[operand.dtype]
-    strides = operand.strides[len(operand.strides) - len(shape) :]
+def _result(
+    shape: tuple[int, ...], name: str, strides: tuple[int, ...], given: Any
+) -> tuple[np.ndarray, tuple[int, int, int]]:
+    """Return the array of a type for a result, NaN where it is not the caller's own, and its `_span`."""
+    dtype = DTYPES[name]
+    strides = strides[len(strides) - len(shape) :]
     if given is None:
         size = max(1, int(np.prod(shape)))
         memory = np.full(size * dtype.itemsize + 16, 0xFF, np.uint8)
@@ -347,8 +346,8 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
     if parts.strides is not None:
         spans = {name: _span(inspect(name, x)) for name, x in (("outs", outs), ("lses", lses))}
     out_result, lse_result = result_operands(parts)
-    out, out_span = _result(parts.outs[0].shape, out_result, None)
-    lse, lse_span = _result(parts.lses[0].shape, lse_result, None)
+    out, out_span = _result(parts.outs[0].shape, out_result.dtype, out_result.strides, None)
+    lse, lse_span = _result(parts.lses[0].shape, lse_result.dtype, lse_result.strides, None)
     size = merge_workspace(parts)
     scratch = np.full(size + 16, 0xFF, np.uint8)
     at = scratch.ctypes.data + -scratch.ctypes.data % 16

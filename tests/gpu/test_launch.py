@@ -19,7 +19,6 @@ from cuflash.gpu import launch, workspace
 from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
-from cuflash.problem.arrays import inspect
 from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC
 
@@ -118,8 +117,6 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (second, joined) == ("merge", [at, partial_lse, 400, 500])
 
     pointers = [q.data.ptr, k.data.ptr, k.data.ptr, 0, 0] + [0] * 7
-    assert not split_call.takes(scratch, pointers), "not known yet how far the arrays reach"
-    split_call.set_extents({name: inspect(name, x) for name, x in (("q", q), ("k", k), ("v", k))})
     assert split_call.takes(scratch, pointers)
     assert not split_call.takes(scratch[1:-13], pointers), "too small from the boundary on"
     assert not split_call.takes(scratch[::2], pointers)
@@ -234,3 +231,56 @@ def test_a_signal_handler_may_need_the_kernel_that_is_being_compiled(monkeypatch
     thread.start()
     thread.join(10)
     assert found == ["compiled"]
+
+
+KINDS: dict[str, Any] = {
+    "plain": lambda n, x: {},
+    "out": lambda n, x: {"out": x(2, 4, n, 64)},
+    "lse": lambda n, x: {"lse": x(2, 4, n, dtype=np.float32), "causal": True},
+    "bias": lambda n, x: {"bias": x(4, n, n)},
+    "mask": lambda n, x: {"mask": x(2, 1, 1, n, dtype=np.bool_)},
+    "sinks": lambda n, x: {"sinks": x(4), "window": (3, 0)},
+    "workspace": lambda n, x: {"workspace": x(1 << 20, dtype=np.uint8)},
+}
+
+
+@pytest.fixture
+def apart() -> Any:
+    """Make arrays that share no memory."""
+    at = [1 << 40]
+
+    def new(*shape: int, dtype: Any = np.float16) -> Any:
+        at[0] += 1 << 30
+        memory = cupy.cuda.UnownedMemory(at[0], 1 << 30, None, 0)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    return new
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_lengths_are_not_checked_again(
+    kind: str, problems: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(n: int) -> Any:
+        arrays = [apart(2, 4, n, 64) for _ in range(3)]
+        return cuflash.attention(*arrays, **KINDS[kind](n, apart))
+
+    expected = {n: call(n) for n in (100, 1, 301)}
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(dense, "describe_attention", None)
+    assert {n: call(n) for n in expected} == expected
+
+
+def test_results_of_other_lengths_are_looked_at(problems: Any, apart: Any) -> None:
+    def call(n: int, **results: Any) -> Any:
+        return cuflash.attention(q[:, :, :n], k, k, **results)
+
+    q, k, out = (apart(2, 4, 100, 64) for _ in range(3))
+    call(100, out=out)
+    call(50, out=out[:, :, :50])
+    with pytest.raises(ValueError, match=r"out has shape \(2, 4, 100, 64\), expected \(2, 4, 60, 64\)"):
+        call(60, out=out)
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        call(60, out=q[:, :, 40:])
+    with pytest.raises(ValueError, match="its elements overlap each other"):
+        call(60, out=cupy.broadcast_to(out[:1, :, :60], (2, 4, 60, 64)))

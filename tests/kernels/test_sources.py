@@ -235,10 +235,8 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    pointers = bytearray(arguments.POINTERS_SIZE)
-    arguments.pack_pointers_into(pointers, 0, *range(1, 13))
-    packed = bytes(pointers) + arguments.pack_values(problem, plan)
-    assert len(packed) == arguments.SIZE
+    packed = arguments.pack_pointers(*range(1, 13)) + arguments.pack_values(problem, plan)
+    assert len(packed) == struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS))
     fields, offset = {}, 0
     for name, code in arguments.FIELDS:
         fields[name] = list(struct.unpack_from("=" + code, packed, offset))

@@ -56,10 +56,17 @@ def test_walks_are_bounds(n: int, m: int, left: Any, right: Any, offset: int, ro
 
 @given(st.integers(0, 10**7))
 def test_lengths_are_rounded_up_a_little(length: int) -> None:
-    rounded = cost._rounded(length)
-    assert length <= rounded <= length + min(63, length / 8)
-    assert cost._rounded(rounded) == rounded and cost._rounded(length + 1) >= rounded
-    assert length >= 16 or rounded == length
+    def rounded(length: int) -> int:
+        queries, group_size, num_planes, keys, later_keys, width = cost.rounded(
+            Lengths(length, 3, 17, length, length, 99)
+        )
+        assert (group_size, num_planes, width) == (3, 17, 99) and queries == keys == later_keys
+        return queries
+
+    found = rounded(length)
+    assert length <= found <= length + min(63, length / 8)
+    assert rounded(found) == found and rounded(length + 1) >= found
+    assert length >= 16 or found == length
 
 
 def test_lengths() -> None:

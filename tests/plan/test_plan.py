@@ -307,9 +307,9 @@ def test_the_last_row_takes_everything() -> None:
 
 def offsets(problem: Problem, walked: tuple[tuple[int, int], ...]) -> list[tuple[int, ...]]:
     """Where every operand stands for every index of some leading axes."""
-    operands = [x for x in problem.operands if x is not None]
+    strides = [steps for steps in problem.strides if steps is not None]
     return sorted(
-        tuple(sum(i * x.strides[axis] for i, (axis, _) in zip(index, walked, strict=True)) for x in operands)
+        tuple(sum(i * steps[axis] for i, (axis, _) in zip(index, walked, strict=True)) for steps in strides)
         for index in itertools.product(*(range(length) for _, length in walked))
     )
 
@@ -323,7 +323,7 @@ def check_axes(problem: Problem, plan: Plan) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Problem:
-    """Problems whose operands lie in memory in any order of axes, with axes left out, repeated, cut and reversed."""
+    """Problems whose arrays lie in memory in any order of axes, with axes left out, repeated, cut and reversed."""
     lengths = draw(st.lists(st.integers(1, 3), max_size=7))
 
     def array(within: list[int], tail: tuple[int, ...]) -> ArrayInfo:

@@ -67,10 +67,9 @@ def test_no_split_is_left_without_a_tile(dtype: str) -> None:
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
     partial = partial_results(problem)
-    out, lse = partial.operands.out, partial.operands.lse
-    assert lse is not None and (partial.traits.out_dtype, out.dtype, lse.dtype) == ("float32",) * 3
+    assert (partial.traits.out_dtype, partial.traits.lse_dtype) == ("float32", "float32")
     assert partial_of(problem).strides == (3 * 8 * 128 * 4, 3 * 8 * 3 * 4)
-    assert out.strides == (8 * 512, 512, 512, 4) and lse.strides == (96, 12, 12, 4)
+    assert partial.strides.out == (8 * 512, 512, 512, 4) and partial.strides.lse == (96, 12, 12, 4)
 
 
 SPLIT_CASES = [
@@ -150,7 +149,7 @@ def _fake_cupy(*, capturing: bool) -> Any:
 @pytest.mark.parametrize("swapped", [False, True])
 def test_memory(swapped: bool) -> None:
     problem = dense(gpu((2, 3, 5, 16))) if not swapped else dense(gpu((2, 3, 5, 16), strides=(480, 32, 96, 2)))
-    result = workspace.Result((2, 3, 5, 16), problem.operands.out)
+    result = workspace.Result((2, 3, 5, 16), problem.traits.out_dtype, problem.strides.out)
     cupy = _fake_cupy(capturing=False)
     out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
     assert not np.shares_memory(out, scratch) and address % 16 == 0 and scratch.size == 100
@@ -164,7 +163,7 @@ def test_memory(swapped: bool) -> None:
         memory = memory.base
     assert memory.nbytes == 2 * 3 * 5 * 16 * 2 + 100, "one allocation, which the result keeps"
     assert out.ctypes.data + 960 <= address and address + 100 <= memory.ctypes.data + memory.nbytes
-    assert out.strides == problem.operands.out.strides
+    assert out.strides == problem.strides.out
     with pytest.raises(ValueError, match="workspace is None, expected a uint8 array of 100 bytes: out is given"):
         workspace.allocate_with_workspace(cupy, result, out, 100, None)
 

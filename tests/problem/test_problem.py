@@ -15,7 +15,7 @@ import cuflash
 from cuflash.problem.arrays import DTYPES, HOST, contiguous_strides
 from cuflash.problem.checks import FLOAT32_MAX, FLOAT32_TINY
 from cuflash.problem.describe import describe_attention, describe_varlen
-from cuflash.problem.problem import Operand, Operands, Problem, Traits
+from cuflash.problem.problem import Dtypes, Problem, Strides, Traits
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
@@ -68,12 +68,8 @@ def test_dense_defaults() -> None:
         query_offset=2,
         bottom_right=True,
         scale=8**-0.5,
-        operands=Operands(
-            q=Operand("float32", (640, 160, 32, 4), 16),
-            k=Operand("float32", (448, 224, 32, 4), 16),
-            v=Operand("float32", (336, 168, 24, 4), 8),
-            out=Operand("float32", (480, 120, 24, 4), 8),
-        ),
+        strides=Strides(q=(640, 160, 32, 4), k=(448, 224, 32, 4), v=(336, 168, 24, 4), out=(480, 120, 24, 4)),
+        dtypes=Dtypes(),
         is_2d=False,
     )
 
@@ -86,14 +82,10 @@ def test_varlen_defaults() -> None:
         seqlen_q=9,
         seqlen_k=11,
         query_offset=None,
-        operands=Operands(
-            q=Operand("float32", (128, 32, 4), 16),
-            k=Operand("float32", (64, 32, 4), 16),
-            v=Operand("float32", (48, 24, 4), 8),
-            out=Operand("float32", (96, 24, 4), 8),
-            cu_seqlens_q=Operand("int64", (8,), 16),
-            cu_seqlens_k=Operand("int32", (4,), 16),
+        strides=Strides(
+            q=(128, 32, 4), k=(64, 32, 4), v=(48, 24, 4), out=(96, 24, 4), cu_seqlens_q=(8,), cu_seqlens_k=(4,)
         ),
+        dtypes=Dtypes(cu_seqlens_q="int64", cu_seqlens_k="int32"),
     )
 
 
@@ -117,7 +109,8 @@ def test_varlen_uses_the_queries_boundaries_for_the_keys() -> None:
     x = zeros(9, 2, 8)
     problem, infos = describe_varlen(x, x, x, np.array([0, 9]))
     assert infos["cu_seqlens_k"] == infos["cu_seqlens_q"]
-    assert problem.operands.cu_seqlens_k == problem.operands.cu_seqlens_q
+    assert problem.strides.cu_seqlens_k == problem.strides.cu_seqlens_q
+    assert problem.dtypes.cu_seqlens_k == problem.dtypes.cu_seqlens_q
     assert problem.batch == (1,)
 
 
@@ -236,7 +229,7 @@ def test_causal_window_and_offset(
 ) -> None:
     problem = dense(**options)
     assert (problem.window_left, problem.window_right, problem.query_offset) == (left, right, offset)
-    assert problem.operands.query_offset is None
+    assert problem.strides.query_offset is None
     if "query_offset" not in options:
         packed = varlen(**options)
         assert (packed.window_left, packed.window_right) == (left, right)
@@ -245,12 +238,13 @@ def test_causal_window_and_offset(
 
 def test_query_offset_is_an_array() -> None:
     problem = dense(query_offset=np.array([3, 4], np.uint16), causal=True)
-    assert (problem.query_offset, problem.operands.query_offset) == (None, Operand("uint16", (2,), 16))
-    assert dense(query_offset=np.array(3)).operands.query_offset == Operand("int64", (0,), 16)
-    assert dense(query_offset=np.array([3])).operands.query_offset == Operand("int64", (0,), 16)
-    assert describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), query_offset=np.array(3))[
-        0
-    ].operands.query_offset == Operand("int64", (), 16)
+    assert problem.query_offset is None
+    assert (problem.dtypes.query_offset, problem.strides.query_offset) == ("uint16", (2,))
+    for offset in (np.array(3), np.array([3])):
+        problem = dense(query_offset=offset)
+        assert (problem.dtypes.query_offset, problem.strides.query_offset) == ("int64", (0,))
+    problem = describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), query_offset=np.array(3))[0]
+    assert (problem.dtypes.query_offset, problem.strides.query_offset) == ("int64", ())
 
 
 def test_query_offset_may_stand_beyond_the_keys() -> None:
@@ -263,7 +257,7 @@ def test_dtypes(dtype: str) -> None:
     problem = describe_attention(**arrays, return_lse=True)[0]
     lse = "float64" if dtype == "float64" else "float32"
     assert (problem.traits.dtype, problem.traits.out_dtype, problem.traits.lse_dtype) == (dtype, dtype, lse)
-    assert problem.operands.lse is not None and problem.operands.lse.dtype == lse
+    assert problem.strides.lse is not None
 
 
 @pytest.mark.parametrize("describe", [dense, varlen])
@@ -283,65 +277,61 @@ def test_out_dtype(describe: Callable[..., Problem], out_dtype: Any, name: str) 
     shape = (2, 4, 5, 6) if describe is dense else (9, 4, 6)
     out = zeros(*shape, dtype=DTYPES[name])
     plain = describe(out_dtype=out_dtype)
-    assert plain.traits.out_dtype == plain.operands.out.dtype == name
-    assert plain.operands.out.strides == out.strides
+    assert plain.traits.out_dtype == name
+    assert plain.strides.out == out.strides
     assert describe(out=out) == describe(out=out, out_dtype=out_dtype) == plain
 
 
 def test_lse_implies_the_tuple() -> None:
-    assert dense().operands.lse is None
-    assert (
-        dense(return_lse=True).operands.lse
-        == dense(lse=zeros(2, 4, 5), return_lse=False).operands.lse
-        == Operand("float32", (80, 20, 4), 4)
-    )
+    assert dense().strides.lse is None
+    assert dense(return_lse=True).strides.lse == dense(lse=zeros(2, 4, 5), return_lse=False).strides.lse == (80, 20, 4)
 
 
 def test_given_results_keep_their_strides() -> None:
     memory = zeros(2, 5, 4, 12)
     out, lse = memory.swapaxes(1, 2)[..., ::-2], zeros(5, 4, 6).T[::-3]
     problem = dense(out=out, lse=lse)
-    assert problem.operands.out == Operand("float32", out.strides, 4)
+    assert problem.strides.out == out.strides and problem.traits.result_alignment == 4
     assert out.strides == (960, 48, 192, -8)
-    assert problem.operands.lse is not None and problem.operands.lse.strides == lse.strides
+    assert problem.strides.lse is not None and problem.strides.lse == lse.strides
 
 
 def test_batch_broadcasts_like_matmul() -> None:
     q, k, v = zeros(3, 1, 4, 5, 8), zeros(2, 2, 7, 8), zeros(1, 1, 1, 2, 7, 6)
     problem = dense(q=q, k=k, v=v, bias=zeros(3, 1, 1, 5, 1), mask=zeros(7, dtype=bool))
     assert problem.batch == (1, 3, 2)
-    assert problem.operands.q.strides == (0, q.strides[0], 0, *q.strides[2:])
-    assert problem.operands.k.strides == (0, 0, *k.strides)
-    assert problem.operands.v.strides == (0, 0, 0, *v.strides[3:])
-    assert problem.operands.out.strides == contiguous_strides((1, 3, 2, 4, 5, 6), 4)
-    assert problem.operands.bias is not None and problem.operands.bias.strides == (0, 20, 0, 0, 4, 0)
-    assert problem.operands.mask is not None and problem.operands.mask.strides == (0, 0, 0, 0, 0, 1)
+    assert problem.strides.q == (0, q.strides[0], 0, *q.strides[2:])
+    assert problem.strides.k == (0, 0, *k.strides)
+    assert problem.strides.v == (0, 0, 0, *v.strides[3:])
+    assert problem.strides.out == contiguous_strides((1, 3, 2, 4, 5, 6), 4)
+    assert problem.strides.bias is not None and problem.strides.bias == (0, 20, 0, 0, 4, 0)
+    assert problem.strides.mask is not None and problem.strides.mask == (0, 0, 0, 0, 0, 1)
 
 
 def test_2d_is_one_head() -> None:
     problem = describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), lse=zeros(5), out=zeros(5, 6))[0]
     assert problem.is_2d and problem.batch == () and (problem.num_heads_q, problem.num_heads_kv) == (1, 1)
-    assert problem.operands.q.strides == (0, 32, 4) and problem.operands.out.strides == (0, 24, 4)
-    assert problem.operands.lse is not None and problem.operands.lse.strides == (0, 4)
+    assert problem.strides.q == (0, 32, 4) and problem.strides.out == (0, 24, 4)
+    assert problem.strides.lse is not None and problem.strides.lse == (0, 4)
     mixed = describe_attention(zeros(5, 8), zeros(3, 1, 7, 8), zeros(7, 6))[0]
     assert not mixed.is_2d and mixed.batch == (3,)
-    assert (mixed.operands.q.strides, mixed.operands.k.strides) == ((0, 0, 32, 4), (224, 224, 32, 4))
+    assert (mixed.strides.q, mixed.strides.k) == ((0, 0, 32, 4), (224, 224, 32, 4))
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (1, 5, 7), (7,), (1,), (), (5, 1)], ids=str)
 def test_2d_bias(shape: tuple[int, ...]) -> None:
     problem = describe_attention(zeros(5, 8), zeros(7, 8), zeros(7, 6), bias=zeros(*shape))[0]
-    assert problem.operands.bias is not None
+    assert problem.strides.bias is not None
     expected = np.broadcast_to(zeros(*shape), (1, 5, 7)).strides
-    assert problem.operands.bias.strides[1:] == expected[1:]
+    assert problem.strides.bias[1:] == expected[1:]
 
 
 def test_options_per_head_broadcast() -> None:
     for shape, strides in (((), (0, 0)), ((4,), (0, 4)), ((1,), (0, 0)), ((2, 4), (16, 4)), ((2, 1), (4, 0))):
         problem = dense(alibi_slopes=zeros(*shape), sinks=zeros(*shape, dtype=np.float64))
-        assert problem.operands.alibi_slopes == Operand("float32", strides, 16 if strides[0] != 4 else 4)
-        assert problem.operands.sinks is not None and problem.operands.sinks.dtype == "float64"
-        assert problem.operands.sinks.strides == tuple(2 * stride for stride in strides)
+        assert problem.strides.alibi_slopes == strides
+        assert (problem.dtypes.alibi_slopes, problem.dtypes.sinks) == ("float32", "float64")
+        assert problem.strides.sinks == tuple(2 * stride for stride in strides)
 
 
 def test_negative_and_zero_strides_are_read_in_place() -> None:
@@ -349,33 +339,40 @@ def test_negative_and_zero_strides_are_read_in_place() -> None:
     q = x[::-1, :, ::-1, ::-1]
     k = np.broadcast_to(zeros(7, 8), (2, 2, 7, 8))
     problem, infos = describe_attention(q, k, k)
-    assert problem.operands.q.strides == q.strides == (-640, 160, -32, -4)
-    assert problem.operands.k.strides == (0, 0, 32, 4)
+    assert problem.strides.q == q.strides == (-640, 160, -32, -4)
+    assert problem.strides.k == (0, 0, 32, 4)
     assert infos["q"].pointer == q.__array_interface__["data"][0]
 
 
+def alignment_of_inputs(q: np.ndarray) -> int:
+    return dense(q=q, v=zeros(2, 2, 7, 8)).traits.input_alignment
+
+
 @pytest.mark.parametrize(
-    ("start", "step", "alignment"), [(0, 8, 16), (1, 8, 4), (2, 8, 8), (4, 8, 16), (0, 9, 4), (0, 10, 8), (0, 12, 16)]
+    ("start", "step", "alignment"), [(0, 8, 16), (1, 8, 4), (2, 8, 4), (4, 8, 16), (0, 9, 4), (0, 10, 4), (0, 12, 16)]
 )
 def test_alignment_holds_for_address_and_rows(start: int, step: int, alignment: int) -> None:
     memory = np.zeros(4096, np.float32)
     offset = -memory.__array_interface__["data"][0] % 16 // 4
     q = memory[offset + start :][: 2 * 4 * 5 * step].reshape(2, 4, 5, step)[..., :8]
-    assert dense(q=q).operands.q.alignment == alignment
+    assert alignment_of_inputs(q) == alignment
 
 
 def test_alignment_of_bytes_that_lie_anywhere() -> None:
     memory = np.zeros(4096, np.uint8)
     offset = -memory.__array_interface__["data"][0] % 16
     q = memory[offset + 1 :][: 4 * 320].view(np.float32).reshape(2, 4, 5, 8)
-    assert dense(q=q).operands.q.alignment == 1
+    assert alignment_of_inputs(q) == 1
     rows = np.ndarray((2, 4, 5, 8), np.float32, memory, offset, (0, 0, 38, 4))
-    assert dense(q=rows).operands.q.alignment == 2
+    assert alignment_of_inputs(rows) == 1
 
 
 def test_alignment_ignores_axes_without_a_second_index() -> None:
     q = np.ndarray((1, 4, 1, 8), np.float32, np.zeros(64, np.float64), 0, (7, 32, 13, 4))
-    assert dense(q=q, k=zeros(1, 4, 7, 8), v=zeros(1, 4, 7, 8)).operands.q.alignment == 16
+    x = zeros(1, 4, 7, 8)
+    assert dense(q=q, k=x, v=x).traits.input_alignment == 16
+    strided = np.ndarray((1, 4, 2, 8), np.float32, np.zeros(64, np.float64), 0, (7, 32, 36, 4))
+    assert dense(q=strided, k=x, v=x).traits.input_alignment == 4
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(4))), ids=str)
@@ -383,11 +380,10 @@ def test_new_results_lie_in_memory_as_the_query_does(order: tuple[int, ...]) -> 
     shape = (2, 4, 5, 8)
     q = np.zeros([shape[axis] for axis in order], np.float32).transpose(np.argsort(order))
     problem = dense(q=q, v=zeros(2, 2, 7, 8), return_lse=True)
-    assert problem.operands.out.strides == np.empty_like(q).strides
-    assert problem.operands.lse is not None and problem.operands.lse.strides == np.empty_like(q[..., 0]).strides
-    for operand, lengths in ((problem.operands.out, shape), (problem.operands.lse, shape[:-1])):
-        steps = [step for step, length in zip(operand.strides[:-1], lengths, strict=False) if length > 1]
-        assert all(step % operand.alignment == 0 for step in steps)
+    assert problem.strides.out == np.empty_like(q).strides
+    assert problem.strides.lse is not None and problem.strides.lse == np.empty_like(q[..., 0]).strides
+    rows = [step for step, length in zip(problem.strides.out[:-1], shape, strict=False) if length > 1]
+    assert problem.traits.result_alignment == (16 if all(step % 16 == 0 for step in rows) else 4)
 
 
 def test_swapping_back_is_free() -> None:

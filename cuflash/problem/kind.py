@@ -1,0 +1,143 @@
+"""What calls share that differ in lengths, strides and addresses alone, and the problem of each of them.
+
+A call is checked once for its kind. With other lengths nothing is asked again but whether these fit each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+from .arrays import strides_like
+from .problem import (
+    ARRAYS,
+    Problem,
+    Shapes,
+    Strides,
+    Traits,
+    alignment_of,
+    dense_shapes,
+    itemsizes,
+    varlen_shapes,
+)
+
+_OUT, _LSE = _RESULTS = ARRAYS.index("out"), ARRAYS.index("lse")
+_CU_SEQLENS_Q, _CU_SEQLENS_K = ARRAYS.index("cu_seqlens_q"), ARRAYS.index("cu_seqlens_k")
+
+
+class Kind:
+    """A kind of call: all of its problem but what lengths, strides and addresses decide.
+
+    Parameters
+    ----------
+    like : Problem
+        Any of this kind. What lengths, strides and addresses decide is not read, beside whether it has an lse.
+    """
+
+    def __init__(self, like: Problem) -> None:
+        traits = like.traits
+        self._like = like
+        self._packed = traits.op == "attention_varlen"
+        self._shapes = varlen_shapes if self._packed else dense_shapes
+        self._heads = like.num_heads_q, like.num_heads_kv
+        self._head_dims = traits.head_dim, traits.head_dim_v
+        self._sizes = itemsizes(like)
+        there = True, True, True, True, True, traits.bias, traits.mask, *like.dtypes
+        self._places = [i for i, found in enumerate(there) if found]
+        size = self._sizes[0]
+        self._widths = (
+            16 if (traits.head_dim | traits.head_dim_v) * size % 16 == 0 else size,
+            16 if traits.head_dim_v * size % 16 == 0 else size,
+        )
+        self._traits: dict[tuple[int, int], Traits] = {}
+
+    def at(self, shapes: tuple[Any, ...], strides: Sequence[Any], pointers: Sequence[int]) -> Problem | None:
+        """Return the problem of a call of this kind, None if its lengths do not fit each other.
+
+        Parameters
+        ----------
+        shapes, strides, pointers
+            Of the arrays in the order of `ARRAYS`, strides in bytes; None and 0 for those that are not given.
+        """
+        like = self._like
+        batch, offset = like.batch, like.query_offset
+        if self._packed:
+            boundaries = shapes[_CU_SEQLENS_Q]
+            if shapes[_CU_SEQLENS_K] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:
+                return None
+            batch = (boundaries[0] - 1,)
+            seqlen_q, seqlen_k, num_values = shapes[0][0], shapes[1][0], shapes[2][0]
+        else:
+            seqlen_q, seqlen_k, num_values = shapes[0][-2], shapes[1][-2], shapes[2][-2]
+            if like.bottom_right:
+                offset = seqlen_k - seqlen_q
+        if num_values != seqlen_k:
+            return None
+        targets = self._shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
+        found = list(strides)
+        for i in self._places:
+            shape, target = shapes[i], targets[i]
+            if shape is None or (shape == target and not like.is_2d):
+                continue
+            if i in _RESULTS and shape != (target[1:] if like.is_2d else target):
+                return None
+            found[i] = broadcast_strides(shape, strides[i], target)
+            if found[i] is None:
+                return None
+        if found[_OUT] is None:
+            found[_OUT] = strides_like(targets[_OUT], found[0], self._sizes[_OUT])
+        if found[_LSE] is None and like.strides.lse is not None:
+            found[_LSE] = strides_like(targets[_LSE], found[0], self._sizes[_LSE])
+        widths = self._widths
+        if not self._all_aligned(found, pointers):
+            widths = self._exact_widths(found, targets, pointers)
+        traits = self._traits.get(widths)
+        if traits is None:
+            traits = like.traits._replace(input_alignment=widths[0], result_alignment=widths[1])
+            self._traits[widths] = traits
+        return Problem(
+            traits, batch, like.num_heads_q, like.num_heads_kv, seqlen_q, seqlen_k, like.window_left, like.window_right,
+            offset, like.bottom_right, like.scale, Strides(*found), like.dtypes, like.is_2d,
+        )  # fmt: skip
+
+    def _all_aligned(self, strides: Sequence[Any], pointers: Sequence[int]) -> bool:
+        """Whether everything certainly lies as it is best (False: look closer)."""
+        q, k, v, out = strides[:4]
+        sizes = self._sizes
+        if [q[-1], k[-1], v[-1], out[-1]] != sizes[:4]:
+            return False
+        if gcd(16, *pointers[:4], *q[:-1], *k[:-1], *v[:-1], *out[:-1]) != 16:
+            return False
+        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._places[_LSE:])
+
+    def _exact_widths(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int]:
+        """Bytes that can move together of the inputs and of what is written; 1 if an element lies on no boundary."""
+        widths = list(self._widths)
+        for i in self._places:
+            steps = strides[i]
+            if steps is None:
+                continue
+            is_result, size = i in _RESULTS, self._sizes[i]
+            alignment = alignment_of(pointers[i], targets[i], steps)
+            if alignment % size or (steps and steps[-1] % size):
+                widths[is_result] = 1
+            elif i <= _OUT and (alignment < 16 or steps[-1] != size):
+                widths[is_result] = min(widths[is_result], self._sizes[0])
+        return widths[0], widths[1]
+
+
+def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> Any:
+    """Return the strides of an array that is broadcast, 0 where it is repeated; None if it does not broadcast."""
+    missing = len(target) - len(shape)
+    if missing < 0:
+        return None
+    spread = [0] * missing
+    for length, stride, wanted in zip(shape, strides, target[missing:], strict=True):
+        if length == 1:
+            spread.append(0)
+        elif length == wanted:
+            spread.append(stride)
+        else:
+            return None
+    return tuple(spread)

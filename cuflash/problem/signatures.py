@@ -1,0 +1,213 @@
+"""How calls are written: types of arguments and results, and what other libraries call our options.
+
+A result without the lse is a union with `WithoutLse`, which is no more than its name and cannot be unpacked. So
+``out, lse = attention(q, k, v)``, where ``return_lse=True`` is forgotten, is an error for a type checker. NumPy's own
+type would pass, as arrays can be iterated, and so would the call itself if the first axis had two entries. Who wants to
+iterate over a result writes ``np.asarray(out)``.
+
+The other names are those of PyTorch, FlashAttention, xFormers, JAX, FlashInfer and Transformers, as hints for a call
+that is carried over from one of them. None is accepted: many mean something slightly else, and a wrong result is worse
+than an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
+
+import numpy as np
+
+Causal = bool | np.bool_ | Literal["bottom_right", "top_left"]
+Window = tuple[SupportsIndex | None, SupportsIndex | None] | list[int] | list[int | None]
+Real = float | np.floating[Any] | np.integer[Any]
+Precision = Literal["ieee", "tf32"]
+FloatDtype = Literal["float16", "bfloat16", "float32", "float64"] | np.dtype[Any] | type[np.generic] | type[float]
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack as Unpack
+
+    NumpyArray = TypeVar("NumpyArray", bound=NDArray[Any])
+
+    class PassReturnLse:
+        """Named by what type checkers say."""
+
+    class WithoutLse(np.ndarray[Any, np.dtype[Any]]):
+        """Like an array of whatever library, but not a pair.
+
+        Operators are named because those of NumPy say that the result is NumPy's.
+        """
+
+        __iter__: PassReturnLse  # type: ignore[assignment]
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __add__(self, other: Any, /) -> Any: ...
+        def __radd__(self, other: Any, /) -> Any: ...
+        def __sub__(self, other: Any, /) -> Any: ...
+        def __rsub__(self, other: Any, /) -> Any: ...
+        def __mul__(self, other: Any, /) -> Any: ...
+        def __rmul__(self, other: Any, /) -> Any: ...
+        def __truediv__(self, other: Any, /) -> Any: ...
+        def __rtruediv__(self, other: Any, /) -> Any: ...
+        def __floordiv__(self, other: Any, /) -> Any: ...
+        def __rfloordiv__(self, other: Any, /) -> Any: ...
+        def __mod__(self, other: Any, /) -> Any: ...
+        def __rmod__(self, other: Any, /) -> Any: ...
+        def __pow__(self, other: Any, mod: None = None, /) -> Any: ...
+        def __rpow__(self, other: Any, mod: None = None, /) -> Any: ...
+        def __matmul__(self, other: Any, /) -> Any: ...
+        def __rmatmul__(self, other: Any, /) -> Any: ...
+        def __eq__(self, other: Any, /) -> Any: ...
+        def __ne__(self, other: Any, /) -> Any: ...
+        def __lt__(self, other: Any, /) -> Any: ...
+        def __le__(self, other: Any, /) -> Any: ...
+        def __gt__(self, other: Any, /) -> Any: ...
+        def __ge__(self, other: Any, /) -> Any: ...
+        def __getitem__(self, other: Any, /) -> Any: ...
+
+    class SupportsDlpack(Protocol):
+        """An array of any library that exchanges arrays by DLPack."""
+
+        def __dlpack_device__(self) -> Any: ...
+
+    class SupportsCudaArray(Protocol):
+        """An array on a GPU of any library that has the CUDA array interface."""
+
+        @property
+        def __cuda_array_interface__(self) -> Any: ...
+
+    AnyArray = SupportsDlpack | SupportsCudaArray
+    Pair = tuple[Any, Any]
+
+    class Options(TypedDict, total=False):
+        """What both functions take; results are then arrays like the queries."""
+
+        causal: Causal
+        window: Window | None
+        scale: Real | None
+        softcap: Real | None
+        alibi_slopes: AnyArray | None
+        sinks: AnyArray | None
+        precision: Precision | None
+
+    class DenseOptions(Options, total=False):
+        """What `attention` takes beside."""
+
+        query_offset: SupportsIndex | AnyArray | None
+        bias: AnyArray | None
+        mask: AnyArray | None
+        workspace: AnyArray | None
+
+    class VarlenOptions(Options, total=False):
+        """What `attention_varlen` takes beside."""
+
+        max_seqlen_q: SupportsIndex | None
+        max_seqlen_k: SupportsIndex | None
+
+    class DenseResults(DenseOptions, total=False):
+        """With a choice of results, whose type is left open."""
+
+        out: AnyArray | None
+        out_dtype: FloatDtype | None
+
+    class VarlenResults(VarlenOptions, total=False):
+        """Likewise."""
+
+        out: AnyArray | None
+        out_dtype: FloatDtype | None
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_CAUSAL = "causal (True lets the last query see the last key; 'top_left' lines up the first ones, as PyTorch does)"
+_LENGTHS = "cu_seqlens_q and cu_seqlens_k, which attention_varlen takes"
+_MASK = "mask (bool, True = attend), or bias if it is added to the scores"
+_PADDING = "mask (bool, True = attend, shape (B, 1, 1, Nk))"
+_WINDOW = "window=(left, right), in which None leaves a side open, not -1"
+_OUR_NAMES = {
+    "alibi": "alibi_slopes",
+    "attention_mask": _MASK,
+    "attn_bias": "bias, or causal, window or mask for what only hides",
+    "attn_mask": _MASK,
+    "block_mask": _MASK,
+    "cache_seqlens": _PADDING,
+    "causal_mask": _CAUSAL,
+    "cu_seqlens": _LENGTHS,
+    "cu_seqlens_kv": _LENGTHS,
+    "custom_mask": "mask (bool, True = attend)",
+    "dtype": "out_dtype",
+    "is_causal": _CAUSAL,
+    "key_padding_mask": f"{_PADDING}: ~key_padding_mask[:, None, None, :] if True is padding",
+    "key_value_seq_lengths": _PADDING,
+    "learnable_sink": "sinks",
+    "local_window_size": _WINDOW,
+    "logit_cap": "softcap",
+    "logits_soft_cap": "softcap",
+    "need_weights": "return_lse: weights are not stored, and exp(logit - lse) brings them back",
+    "query_seq_lengths": "mask (bool, True = attend, shape (B, 1, Nq, 1))",
+    "return_attn_probs": "return_lse",
+    "return_residual": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "s_aux": "sinks",
+    "segment_ids": _LENGTHS,
+    "seqused_k": _PADDING,
+    "sink": "sinks",
+    "sliding_window": "window=(sliding_window - 1, 0)",
+    "sm_scale": "scale",
+    "soft_cap": "softcap",
+    "softmax_lse": "lse",
+    "softmax_scale": "scale",
+    "window_left": _WINDOW,
+    "window_size": _WINDOW,
+}
+_HEADS_FIRST = "axes are (..., heads, sequence, feature); x.swapaxes(-3, -2) makes them so without a copy"
+_NO_DROPOUT = "cuflash has no dropout, leave it out"
+_NOT_NEEDED = {
+    "deterministic": "results are always repeatable to the bit, leave it out",
+    "dropout": _NO_DROPOUT,
+    "dropout_p": _NO_DROPOUT,
+    "dropout_rate": _NO_DROPOUT,
+    "enable_gqa": "k and v may always have fewer heads than q, leave it out",
+    "implementation": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
+    "kv_layout": _HEADS_FIRST,
+    "layout": _HEADS_FIRST,
+    "num_splits": "cuflash splits the keys where that helps, leave it out",
+    "p": _NO_DROPOUT,
+    "score_mod": "cuflash has no functions of scores; softcap, bias, alibi_slopes, causal, window and mask are options",
+    "tensor_layout": _HEADS_FIRST,
+}
+_parameters: dict[str, frozenset[str]] = {}
+"""Names of the parameters of each public function that explains unknown ones."""
+
+
+def explains_unknown_options(function: Function) -> Function:
+    """Leave the last parameter, `**unknown`, out of the signature that `help` and `inspect.signature` show."""
+    signature = inspect.signature(function)
+    shown = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    _parameters[function.__name__] = frozenset(x.name for x in shown)
+    return function
+
+
+def check_options(function: str, given: Iterable[str]) -> None:
+    """Raise a TypeError that helps with the first of the options that a public function does not have."""
+    known = _parameters[function]
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {_hint(name, known)}")
+
+
+def _hint(name: str, known: frozenset[str]) -> str:
+    for function, parameters in _parameters.items():
+        if name in parameters:
+            return f"{function} takes it"
+    if name in _OUR_NAMES:
+        return f"cuflash calls it {_OUR_NAMES[name]}"
+    if name in _NOT_NEEDED:
+        return _NOT_NEEDED[name]
+    from difflib import get_close_matches
+
+    close = get_close_matches(name.lower(), sorted(known), n=1)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(known - {'q', 'k', 'v'}))}"

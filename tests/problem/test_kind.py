@@ -1,0 +1,127 @@
+"""Kinds of calls: what is found of other lengths is what the whole way finds, and lengths that do not fit are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash.problem.arrays import ArrayInfo
+from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.kind import Kind
+from cuflash.problem.problem import ARRAYS, Problem
+
+LENGTHS = [(5, 7), (1, 300), (300, 1), (1, 1), (7, 7), (0, 4), (4, 0), (33, 64)]
+Arrays = dict[str, Any]
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def heads(n: int, m: int, dtype: Any = np.float32, batch: tuple[int, ...] = (2,)) -> Arrays:
+    return {
+        "q": zeros(*batch, 4, n, 8, dtype=dtype),
+        "k": zeros(*batch, 2, m, 8, dtype=dtype),
+        "v": zeros(*batch, 2, m, 6, dtype=dtype),
+    }
+
+
+def swapped(n: int, m: int) -> Arrays:
+    return {name: np.copy(x.swapaxes(-2, -3)).swapaxes(-2, -3) for name, x in heads(n, m, np.float16).items()}
+
+
+def given(n: int, m: int) -> Arrays:
+    return heads(n, m) | {"out": zeros(2, n, 4, 6).swapaxes(1, 2), "lse": zeros(2, 4, n)}
+
+
+def packed(n: int, m: int) -> Arrays:
+    cu_seqlens = {"cu_seqlens_q": np.array([0, n // 2, n]), "cu_seqlens_k": np.array([0, m, m], np.uint32)}
+    return {"q": zeros(n, 4, 8), "k": zeros(m, 2, 8), "v": zeros(m, 2, 6), "sinks": zeros(4), **cu_seqlens}
+
+
+KINDS: dict[str, Callable[[int, int], Arrays]] = {
+    "plain": heads,
+    "broadcast": lambda n, m: heads(n, m) | {"k": zeros(2, m, 8), "v": zeros(1, 2, m, 6)},
+    "two_dimensions": lambda n, m: {"q": zeros(n, 8), "k": zeros(m, 8), "v": zeros(m, 6), "causal": True},
+    "two_dimensions_into": lambda n, m: {"q": zeros(n, 8), "k": zeros(m, 8), "v": zeros(m, 6), "out": zeros(n, 6)},
+    "swapped": swapped,
+    "gaps": lambda n, m: {name: np.repeat(x, 2, -1)[..., ::2] for name, x in heads(n, m, np.float16).items()},
+    "reversed": lambda n, m: {name: x[..., ::-1, :] for name, x in heads(n, m).items()},
+    "given": given,
+    "lse": lambda n, m: heads(n, m) | {"return_lse": True, "out_dtype": "float16"},
+    "arrays": lambda n, m: (
+        heads(n, m) | {"bias": zeros(4, n, m), "mask": zeros(2, 1, 1, m, dtype=bool), "sinks": zeros(4)}
+    ),
+    "rows": lambda n, m: heads(n, m) | {"bias": zeros(n, 1), "alibi_slopes": zeros(2, 1, dtype=np.float64)},
+    "offsets": lambda n, m: heads(n, m) | {"query_offset": np.zeros(2, np.int8), "causal": True},
+    "offset": lambda n, m: heads(n, m) | {"query_offset": -3, "window": (5, None), "scale": 2.0},
+    "top_left": lambda n, m: heads(n, m) | {"causal": "top_left", "softcap": 3.0},
+    "six_axes": lambda n, m: heads(n, m, batch=(2, 1, 3, 1, 2, 1)),
+    "packed": packed,
+    "packed_into": lambda n, m: packed(n, m) | {"out": zeros(n, 4, 6), "causal": "top_left"},
+}
+
+
+def described(arrays: Arrays) -> tuple[Problem, list[ArrayInfo | None]]:
+    describe: Any = describe_varlen if "cu_seqlens_q" in arrays else describe_attention
+    problem, infos = describe(**arrays)
+    return problem, [infos.get(name) for name in ARRAYS]
+
+
+def at(kind: Kind, infos: list[ArrayInfo | None]) -> Problem | None:
+    shapes, strides = (tuple([info and getattr(info, name) for info in infos]) for name in ("shape", "strides"))
+    return kind.at(shapes, strides, [info.pointer if info else 0 for info in infos])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_other_lengths(name: str) -> None:
+    kinds = [Kind(described(KINDS[name](*lengths))[0]) for lengths in LENGTHS]
+    for lengths in LENGTHS:
+        problem, infos = described(KINDS[name](*lengths))
+        assert all(at(kind, infos) == problem for kind in kinds)
+
+
+def test_packed_sequences_may_be_more() -> None:
+    kind = Kind(described(packed(9, 11))[0])
+    boundaries = {"cu_seqlens_q": np.array([0, 3, 3, 9]), "cu_seqlens_k": np.array([0, 3, 4, 11], np.uint32)}
+    problem, infos = described(packed(9, 11) | boundaries)
+    assert problem.batch == (3,) and at(kind, infos) == problem
+
+
+def test_traits_follow_addresses() -> None:
+    kind = Kind(described(heads(5, 7, np.float16))[0])
+    bytes_of_q = np.zeros(2 * 4 * 5 * 8 * 2 + 16, np.uint8)
+    q = bytes_of_q[bytes_of_q.ctypes.data % 2 + 1 :][:640].view(np.float16).reshape(2, 4, 5, 8)
+    problem, infos = described(heads(5, 7, np.float16) | {"q": q})
+    assert problem.traits.input_alignment == 1 and at(kind, infos) == problem
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("plain", {"v": (2, 2, 8, 6)}),
+        ("given", {"out": (2, 4, 1, 6)}),
+        ("given", {"lse": (2, 4, 6)}),
+        ("two_dimensions_into", {"out": (1, 5, 6)}),
+        ("arrays", {"bias": (4, 5, 2)}),
+        ("arrays", {"mask": (2, 1, 2, 7)}),
+        ("arrays", {"sinks": (3,)}),
+        ("arrays", {"bias": (1, 2, 4, 5, 7)}),
+        ("offsets", {"query_offset": (3,)}),
+        ("packed", {"v": (8, 2, 6)}),
+        ("packed", {"cu_seqlens_k": (4,)}),
+        ("packed", {"cu_seqlens_q": (0,), "cu_seqlens_k": (0,)}),
+        ("packed", {"cu_seqlens_q": (3, 1), "cu_seqlens_k": (3, 1)}),
+        ("packed_into", {"out": (10, 4, 6)}),
+    ],
+)
+def test_lengths_that_do_not_fit(name: str, changes: dict[str, tuple[int, ...]]) -> None:
+    problem, infos = described(KINDS[name](5, 7))
+    for changed, shape in changes.items():
+        info = infos[ARRAYS.index(changed)]
+        assert info is not None
+        infos[ARRAYS.index(changed)] = info._replace(shape=shape, strides=zeros(*shape).strides)
+    assert at(Kind(problem), infos) is None
