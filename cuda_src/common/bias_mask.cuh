@@ -38,6 +38,11 @@ struct Columns {
             memcpy(packed.words, values, kBytes);
         }
     }
+    // Sets bits, of which there are none: for the compiler, what is unpacked then depends on them.
+    __device__ __forceinline__ void set(unsigned int bits) {
+#pragma unroll
+        for (unsigned int& word : packed.words) word |= bits;
+    }
     __device__ __forceinline__ void unpack(Value (&values)[kCount]) const { memcpy(values, packed.words, kBytes); }
 };
 

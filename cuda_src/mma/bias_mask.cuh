@@ -26,6 +26,16 @@ struct ArrayRows {
         else fetch_rows<false, kNumRows>(view, first);
     }
 
+    // Row r arrives during the products. A bias of 16 bits would be widened, and waited for, in the middle of them, if
+    // it did not seem to depend on one of their results.
+    __device__ __forceinline__ void widen_behind(int r, float score, const LogitUnit& unit) {
+        if constexpr (kBiasDtype == CUFLASH_FLOAT16 || kBiasDtype == CUFLASH_BFLOAT16) {
+            const unsigned int nothing = __float_as_uint(score) & __float_as_uint(unit.zero);
+#pragma unroll
+            for (RowColumns<kRun>& columns : ahead[r % kRowsAhead]) columns.biases.set(nothing);
+        }
+    }
+
     template <bool kVectors, int kNumRows>
     __device__ __forceinline__ void fetch_rows(const View& view, int first) {
 #pragma unroll
@@ -46,6 +56,7 @@ __device__ __forceinline__ void add_row_logits(const View& view, ArrayRows& arra
     for (int r = 0; r < kRows; ++r) {
         __syncwarp();  // fence: one row after the other
         const RowContext row = view.context(r);
+        arrays.widen_behind(r, at(scores, r, 0), view.unit);
 #pragma unroll
         for (int i = 0; i < kColumns; i += kRun) {
             float logits[kRun];

@@ -137,7 +137,7 @@ def _layout_checks(plan: Plan) -> str:
     for name, code in arguments.FIELDS:
         checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
-    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {arguments.SIZE}, "size");')
+    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {offset}, "size");')
     checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {plan.program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
 
