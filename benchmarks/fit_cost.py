@@ -1,6 +1,6 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
-python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 280 problems
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 330 problems
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
 python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
 
@@ -94,6 +94,9 @@ def cases() -> list[Case]:
             found.append(Case("forward_mma", "float16", batch, heads, heads, length, length, head_dim, causal))
         found.append(Case("forward_mma", "float16", 1, 8, 8, 4096, 4096, head_dim, False, (512, 0)))
         found.append(Case("forward_mma", "float16", 1, 8, 8, 300, 5000, head_dim, True))
+    many = ((32, 8, 512), (16, 8, 1024), (64, 4, 256), (8, 8, 512), (4, 8, 1024), (8, 8, 2048))
+    for head_dim, (batch, heads, length), causal in product((64, 128, 192, 256), many, (False, True)):
+        found.append(Case("forward_mma", "float16", batch, heads, heads, length, length, head_dim, causal))
     rng = random.Random(5)
     widths = (32, 64, 80, 96, 128, 128, 160, 192, 256, 512)
     found += [draw(rng, "forward_mma", "float16", widths, 2e11) for _ in range(70)]
