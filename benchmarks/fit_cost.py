@@ -1,6 +1,6 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
-python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 330 problems
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 400 problems
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
 python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_mma, tiles_scalar, tiles_wmma
+from cuflash.plan import tiles_float64, tiles_mma, tiles_scalar, tiles_wmma
 from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, time_of, time_of_a_split, walk_of
 from cuflash.plan.plan import find_build, make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
@@ -103,6 +103,10 @@ def cases() -> list[Case]:
     found += [draw(rng, "forward_wmma", "float16", (64, 128, 256), 1e11) for _ in range(50)]
     found += [draw(rng, "forward_scalar", "float32", (64, 128, 256), 1.2e10) for _ in range(50)]
     found += [draw(rng, "forward_scalar", "float64", (64, 128), 6e9) for _ in range(25)]
+    found += [draw(rng, "precise_float64", "float64", (32, 64, 128, 128, 256, 512), 4e10) for _ in range(60)]
+    for head_dim, (batch, length), causal in product((32, 64, 128, 256), ((8, 1024), (2, 4096)), (False, True)):
+        heads = 1024 // head_dim
+        found.append(Case("precise_float64", "float64", batch, heads, heads, length, length, head_dim, causal))
     return found
 
 
@@ -131,7 +135,7 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
     rows = case.seqlen_q * case.heads // case.heads_kv
     for tile in spec.tiles(problem.traits, device):
         num_blocks = make_plan(problem, device, Settings(spec.name, str(tile), False), 1).num_blocks
-        far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 64
+        far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 32
         if tile.block_m > 4 * max(rows, 16) or far_too_low:
             continue
         resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
@@ -195,6 +199,7 @@ FAMILIES = {
     tiles_mma.COST: "forward_mma",
     tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
     tiles_wmma.COST: "forward_wmma",
+    tiles_float64.COST: "precise_float64",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
 }

@@ -34,7 +34,7 @@
 #ifndef CUFLASH_STAGES
 #define CUFLASH_STAGES 1
 #endif
-// Warps of forward_mma that share their rows.
+// Warps that share their rows, in kernels where some do.
 #ifndef CUFLASH_WARPS_PER_ROW
 #define CUFLASH_WARPS_PER_ROW 1
 #endif

@@ -29,6 +29,18 @@ struct OnlineSoftmax {
         }
     }
 
+    // Takes the largest logit of a key tile, over all lanes that share the row; returns what earlier results must be
+    // multiplied by.
+    __device__ __forceinline__ Accumulator follow(int i, Accumulator tile_max) {
+        const Accumulator new_max = maximum(row_max[i], tile_max);
+        const Accumulator correction = exponential(row_max[i] - finite_maximum(new_max));
+        row_max[i] = new_max;
+        return correction;
+    }
+    __device__ __forceinline__ void add(int i, Accumulator correction, Accumulator tile_sum) {
+        row_sum[i] = multiply_add(row_sum[i], correction, tile_sum);
+    }
+
     // Turns the logits of one key tile into weights relative to the new maximum; `correction` is what earlier results
     // must be multiplied by. `reduce_max` takes the maximum over the lanes that share a row and is called by all of
     // them.
@@ -40,17 +52,15 @@ struct OnlineSoftmax {
             Accumulator tile_max = logits[i][0];
 #pragma unroll
             for (int j = 1; j < kColumns; ++j) tile_max = maximum(tile_max, logits[i][j]);
-            const Accumulator new_max = maximum(row_max[i], reduce_max(tile_max));
-            const Accumulator subtract = finite_maximum(new_max);
-            correction[i] = exponential(row_max[i] - subtract);
-            row_max[i] = new_max;
+            correction[i] = follow(i, reduce_max(tile_max));
+            const Accumulator subtract = finite_maximum(row_max[i]);
             Accumulator tile_sum = 0;
 #pragma unroll
             for (int j = 0; j < kColumns; ++j) {
                 logits[i][j] = exponential(logits[i][j] - subtract);
                 tile_sum += logits[i][j];
             }
-            row_sum[i] = multiply_add(row_sum[i], correction[i], tile_sum);
+            add(i, correction[i], tile_sum);
         }
     }
 };

@@ -15,6 +15,13 @@ __device__ __forceinline__ int unknown(int value) {
     return value;
 }
 
+// 0, which the compiler does not know: what is computed with it seems to depend on what it is combined with.
+__device__ __forceinline__ int unknown_zero() {
+    int zero;
+    asm("mov.u32 %0, %%tid.y;" : "=r"(zero));
+    return zero;
+}
+
 // threadIdx.x, read again: what is computed from it then needs no register in the meantime.
 __device__ __forceinline__ unsigned int thread_index_again() {
     unsigned int index;

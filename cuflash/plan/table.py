@@ -16,6 +16,15 @@ from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
+from .tiles_float64 import (
+    float64_bucket,
+    float64_cost,
+    float64_limits,
+    float64_macros,
+    float64_min_blocks,
+    float64_shared_memory,
+    float64_tiles,
+)
 from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
 from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
@@ -114,6 +123,22 @@ KERNELS = (
         cost=wmma_cost,
         limits=wmma_limits,
         rounds_weights=True,
+    ),
+    KernelSpec(
+        name="precise_float64",
+        summary="tensor cores in double precision: float64 on sm_80, sm_90 and sm_100",
+        operations=("attention", "attention_varlen"),
+        dtypes=("float64",),
+        features=FEATURES,
+        min_compute_capability=80,
+        max_head_dim=512,
+        head_dim_bucket=float64_bucket,
+        tiles=float64_tiles,
+        shared_memory=float64_shared_memory,
+        min_blocks=float64_min_blocks,
+        cost=float64_cost,
+        limits=float64_limits,
+        macros=float64_macros,
     ),
     KernelSpec(
         name="forward_scalar",

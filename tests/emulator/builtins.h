@@ -153,6 +153,11 @@ inline float __uint_as_float(unsigned int bits) { return cpu_cuda_same_bits<floa
 inline int __float_as_int(float value) { return cpu_cuda_same_bits<int>(value); }
 inline float __int_as_float(int bits) { return cpu_cuda_same_bits<float>(bits); }
 inline double __longlong_as_double(long long bits) { return cpu_cuda_same_bits<double>(bits); }
+inline int __double2hiint(double value) { return static_cast<int>(cpu_cuda_same_bits<long long>(value) >> 32); }
+inline int __double2loint(double value) { return static_cast<int>(cpu_cuda_same_bits<long long>(value)); }
+inline double __hiloint2double(int high, int low) {
+    return __longlong_as_double(static_cast<long long>(high) << 32 | static_cast<unsigned int>(low));
+}
 
 // Rounded toward zero.
 inline float __double2float_rz(double value) {

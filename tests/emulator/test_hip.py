@@ -20,8 +20,8 @@ from emulator.emulator import shadow_sources
 HERE = Path(__file__).resolve().parent / "hip"
 PORTED = ("forward_scalar", "forward_wmma")
 """Rows whose instructions all have a definition for AMD."""
-NVIDIA_ALONE = ("forward_mma",)
-"""Rows whose layout of registers is that of mma.sync and ldmatrix; RDNA3's products hold their operands otherwise."""
+NVIDIA_ALONE = ("forward_mma", "precise_float64")
+"""Rows whose layout of registers is that of mma.sync; RDNA3's products hold their operands otherwise."""
 TARGET = "gfx1100"
 SHAPES = ("64", "128", "everything", "varlen", "odd_bytes")
 """Problems that are compiled; RDNA3 has no tf32."""

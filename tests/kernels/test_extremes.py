@@ -68,6 +68,7 @@ class BackEnd(NamedTuple):
 EMULATED = {
     "forward_mma": ("float16", "bfloat16"),
     "forward_wmma": ("float16",),
+    "precise_float64": ("float64",),
     "forward_scalar": ("float32", "float64"),
 }
 """Types that a row treats in ways of their own; a GPU runs the others, too."""

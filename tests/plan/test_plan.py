@@ -128,19 +128,19 @@ GOLDEN = """\
 float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
 bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
 float32 D=64, forward_scalar, 64x64/128, grid 4096, 69792 B, batch 0:4, D 64/64, align 16, x3
-float64 D=64, forward_scalar, 128x64/256, grid 2048, 202912 B, batch 0:4, D 64/64, align 16, x1
+float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 float32 D=128 causal, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x2, 64 at once
-float64 D=128 causal, forward_scalar, 64x64/256, grid 4096, 168096 B, batch 0:4, D 128/128, align 16, x1, 64 at once
+float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
 bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, forward_scalar, 64x64/256, grid 4096, 118944 B, batch 0:4, D 256/256, align 16, x1
-float64 D=256, forward_scalar, 32x64/256, grid 8192, 150688 B, batch 0:4, D 256/256, align 16, x1
+float64 D=256, precise_float64, 64x16/256, grid 4096, 221856 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 float32 D=512, forward_scalar, 64x64/256, grid 4096, 184480 B, batch 0:4, D 512/512, align 16, x1
-float64 D=512, forward_scalar, 32x32/256, grid 8192, 174240 B, batch 0:4, D 512/512, align 16, x1
+float64 D=512, precise_float64, 16x16/128, grid 16384, 207520 B, batch 0:4, D 512/512, align 16, x1
 float32 D=1, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 4, x3
 float32 D=16, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 16, x3
 float32 D=17, forward_scalar, 64x64/128, grid 4096, 45216 B, batch 0:4, D 32/32, align 4, x3
@@ -450,7 +450,8 @@ def test_build_key_holds_what_changes_the_code(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in kernel_names() if name != "cpu"])
 def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     (spec,) = [spec for spec in KERNELS if spec.name == name]
-    problem = next(p for p in (square("float32", 64), square("float16", 64)) if spec.refusal(p.traits, H200) is None)
+    squares = (square(dtype, 64) for dtype in ("float32", "float16", "float64"))
+    problem = next(p for p in squares if spec.refusal(p.traits, H200) is None)
     tiles = spec.tiles(problem.traits, H200)
     for tile in dict.fromkeys(map(str, tiles)):
         plan = make_plan(problem, H200, Settings(name, tile, False))

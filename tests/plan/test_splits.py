@@ -101,15 +101,15 @@ def test_cases(spec: KernelSpec, name: str) -> None:
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
 @pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
-    assert_right(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=num_splits))
+    assert_right(CASES_BY_NAME[name], spec.dtypes[0], Emulator(spec.name, num_splits=num_splits))
 
 
 @emulated
 @rows
 def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["keys-9000"]
-    assert make_plan(describe(case, "float16"), H200, Settings(spec.name, "", False)).num_splits > 8
-    assert_right(case, "float16", Emulator(spec.name, num_splits=None))
+    assert make_plan(describe(case, spec.dtypes[0]), H200, Settings(spec.name, "", False)).num_splits > 8
+    assert_right(case, spec.dtypes[0], Emulator(spec.name, num_splits=None))
 
 
 @emulated
@@ -117,13 +117,13 @@ def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)
-    assert_right(CASES_BY_NAME[name], "float16", Emulator(spec.name, num_splits=3))
+    assert_right(CASES_BY_NAME[name], spec.dtypes[0], Emulator(spec.name, num_splits=3))
 
 
 @emulated
 @rows
 def test_without_lse(spec: KernelSpec) -> None:
-    x = np.random.default_rng(0).standard_normal((2, 200, 32)).astype(np.float16)
+    x = np.random.default_rng(0).standard_normal((2, 200, 32)).astype(DTYPES_BY_NAME[spec.dtypes[0]])
     emulator = Emulator(spec.name, num_splits=2)
     out, _ = emulator.attention(x, x, x, return_lse=True)
     assert emulator.attention(x, x, x).tobytes() == out.tobytes()

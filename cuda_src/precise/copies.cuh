@@ -1,0 +1,103 @@
+// Queries, keys and values on their way into shared memory, for mma.sync in double precision.
+#pragma once
+
+#include "common/load.cuh"
+#include "common/mask.cuh"
+#include "precise/layout.cuh"
+
+namespace cuflash {
+
+struct SharedTiles {
+    Vector16 q[kBlockM / kRowsPerWarp][kSteps][4][32];  // see load_q
+    alignas(16) double k[kBlockN][kPitch];
+    alignas(16) double v[kBlockN][kPitchV];
+    // Where warps share their rows: what each has of the scores, and weights.
+    double partial[kWarpsPerRow > 1 ? kNumWarps : 1][kWarpsPerRow > 1 ? kRows * kColumns : 1][32];
+    double weights[kWarpsPerRow > 1 ? kBlockM / kRowsPerWarp : 1][kWarpsPerRow > 1 ? kRows * kColumns : 1][32];
+    TileMap tile;
+    TileKeys keys;
+};
+
+// What a block copies into its buffers.
+struct Copies {
+    const AttentionParams& params;
+    SharedTiles& shared;
+    const TileKeys& keys;
+
+    // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
+    template <int kWidth, int kPitch>
+    __device__ __forceinline__ void load(double (*target)[kPitch], const char* array, const Strides& strides,
+                                         int num_features, long long n_begin) const {
+        // right either way: it only keeps the cast in range
+        const int num_keys = static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
+        array += n_begin * strides.row;
+        const int thread = thread_index_again();
+        if constexpr (kVectorLoads) {
+            constexpr int kCovering = power_of_two_above(kWidth / 2), kMost = kThreads < 64 ? kThreads : 64;
+            constexpr int kLanes = kCovering < kMost ? kCovering : kMost, kStep = kThreads / kLanes;
+            const int row = thread / kLanes, column = thread % kLanes * 2;
+            const SharedAddress first = shared_address(target[0]) + (row * kPitch + column) * 8;
+            array += row * strides.row + column * 8;
+#pragma unroll
+            for (int i = 0; i < kBlockN; i += kStep) {
+#pragma unroll
+                for (int c = 0; c < kWidth; c += kLanes * 2) {
+                    if ((kBlockN % kStep != 0 && row + i >= kBlockN) ||
+                        (kWidth / 2 % kLanes != 0 && column + c >= kWidth))
+                        continue;
+                    cp_async_16(first + (i * kPitch + c) * 8, array + c * 8,
+                                row + i < num_keys && column + c < num_features);
+                }
+                array += kStep * strides.row;
+            }
+        } else {
+            for (int element = thread; element < kBlockN * kWidth; element += kThreads) {
+                const int row = element / kWidth, column = element % kWidth;
+                const bool valid = row < num_keys && column < num_features;
+                target[row][column] =
+                    valid ? load_bits<double>(array + row * strides.row + column * strides.column) : 0;
+            }
+        }
+    }
+    __device__ __forceinline__ void load_k(long long n_begin) const {
+        load<kHeadDim>(shared.k, shared.tile.k, params.k_strides, params.head_dim, n_begin);
+    }
+    __device__ __forceinline__ void load_v(long long n_begin) const {
+        load<kHeadDimV>(shared.v, shared.tile.v, params.v_strides, params.head_dim_v, n_begin);
+    }
+    // Q lies as mma takes it from the lanes: pairs of a feature of both of a lane's rows. Several loads are on their
+    // way at a time.
+    __device__ __forceinline__ void load_q() const {
+        constexpr int kVector = kVectorLoads ? 2 : 1, kVectors = kHeadDim / kVector;
+        constexpr int kPasses = kBlockM * kVectors / kThreads, kAtOnce = kPasses % 8 == 0 ? 8 : kPasses & -kPasses;
+        static_assert(kPasses * kThreads == kBlockM * kVectors);
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; pass += kAtOnce) {
+            Vector16 values[kAtOnce] = {};
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int place = (pass + i) * kThreads + threadIdx.x, feature = place % kVectors * kVector;
+                const char* source = query_row(params, shared.tile, place / kVectors);
+                if (source == nullptr || feature >= params.head_dim) continue;
+                if constexpr (kVectorLoads) values[i] = *reinterpret_cast<const Vector16*>(source + feature * 8);
+                else values[i].values[0] = load_bits<double>(source + feature * params.q_strides.column);
+            }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                const int place = (pass + i) * kThreads + threadIdx.x;
+                const int row = place / kVectors, feature = place % kVectors * kVector;
+                const int lane = row % 8 * 4 + feature % 16 / 4;
+#pragma unroll
+                for (int e = 0; e < kVector; ++e)
+                    shared.q[row / 16][feature / 16][feature % 4 + e][lane].values[row % 16 / 8] = values[i].values[e];
+            }
+        }
+    }
+    // Waits for what is on its way. Called by the whole block, which is then through with the other buffer.
+    __device__ __forceinline__ void arrive() const {
+        cp_async_wait();
+        __syncthreads();
+    }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,55 @@
+// How scores, weights and output of mma.sync in double precision lie in the registers of a warp, and warps in their
+// block.
+#pragma once
+
+#include "common/numeric.cuh"
+
+namespace cuflash {
+
+constexpr int kNumWarps = kThreads / 32;
+constexpr int kRowsPerWarp = 16, kRows = 2;                       // of a lane
+constexpr int kKeyTiles = kBlockN / 8, kColumns = 2 * kKeyTiles;  // of a lane, in each of its rows
+constexpr int kSteps = kHeadDim / 16;                             // of the sum over features
+constexpr int kWarpFeaturesV = kHeadDimV / kWarpsPerRow;
+constexpr int kFeatureTiles = kWarpFeaturesV / 8;
+
+static_assert(kDtype == CUFLASH_FLOAT64);
+static_assert(kBlockM * kWarpsPerRow == kNumWarps * kRowsPerWarp, "warps own 16 rows");
+static_assert(kHeadDim % 16 == 0 && kWarpFeaturesV % 16 == 0 && kBlockN % 16 == 0, "mma is 16 deep");
+
+// Rows are padded by 16 bytes, so that lanes reading from consecutive ones meet different banks.
+constexpr int kPitch = kHeadDim + 2, kPitchV = kHeadDimV + 2;
+
+using Scores = double[kKeyTiles][4];
+using Output = double[kFeatureTiles][4];
+
+// Value i of a lane's row r.
+template <int kTiles>
+__device__ __forceinline__ double& at(double (&tiles)[kTiles][4], int r, int i) {
+    return tiles[i / 2][r * 2 + i % 2];
+}
+
+// A warp's place in its block, and a lane's in the fragments.
+struct Place {
+    int lane, row, run;  // row: the first of the lane's; run: of features or keys that are its own
+    int group;           // of warps that share their rows
+    int share;           // which features are the warp's
+
+    __device__ __forceinline__ explicit Place(unsigned int thread)
+        : lane(thread % 32),
+          row(thread / (32 * kWarpsPerRow) * kRowsPerWarp + thread % 32 / 4),
+          run(thread % 4),
+          group(thread / (32 * kWarpsPerRow)),
+          share(thread / 32 % kWarpsPerRow) {}
+    __device__ __forceinline__ int tile_row(int r) const { return row + 8 * r; }
+    // Column i of the lane, in each of its rows.
+    __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + run * 2 + i % 2; }
+};
+
+// The largest value among the four lanes that share a row.
+__device__ __forceinline__ double quad_maximum(double value) {
+    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
+}  // namespace cuflash
