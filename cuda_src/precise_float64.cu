@@ -76,9 +76,11 @@ __device__ __forceinline__ void sum_scores(SharedTiles& shared, const Place& pla
 // Whether a row of the warp sees a key of the tile by its position.
 __device__ __forceinline__ bool any_row_sees(const AttentionParams& params, const TileMap& tile, const TileKeys& keys,
                                              long long n_begin, const Place& place) {
+    // right either way: tiles may be looked at in vain
     if (n_begin >= keys.all.begin && n_begin + kBlockN <= keys.all.end) return true;
     const ColumnRange visible =
         visible_columns(params, tile, place.group * kRowsPerWarp + place.lane % kRowsPerWarp, n_begin);
+    // right either way: tiles may be looked at in vain
     return __any_sync(0xffffffffu, visible.begin < visible.end);
 }
 
@@ -152,9 +154,9 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, S
 #pragma unroll
         for (int i = 1; i < kColumns; ++i) subtract[r] = maximum(subtract[r], at(scores, r, i));
         subtract[r] = quad_maximum(subtract[r]);
-        grown |= subtract[r] > softmax.row_max[r];
+        grown |= subtract[r] > softmax.row_max[r];  // right either way: a factor of 1
     }
-    if (__any_sync(0xffffffffu, grown)) {
+    if (__any_sync(0xffffffffu, grown)) {  // right either way: a factor of 1
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const double correction = softmax.follow(r, subtract[r]);
@@ -270,8 +272,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         Scores scores;
         copies.arrive();
         copies.load_v(n_begin);
-        const bool sees = any_row_sees(params, tile, keys, n_begin, place);  // right either way: weights are 0 then
-        if (sees) {
+        const bool sees = any_row_sees(params, tile, keys, n_begin, place);
+        if (sees) {  // right either way: weights are 0 else
             multiply_qk(shared, place, scores);
             sum_scores(shared, place, scores);
             scores_to_logits(params, tile, keys, n_begin, place, scores);

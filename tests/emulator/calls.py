@@ -22,8 +22,10 @@ from kernels.test_forward_mma import (
     steps_of_heads,
     turns,
 )
+from kernels.test_precise import assert_precise, draw
 
 from cuflash import attention, reference
+from cuflash.problem.arrays import DTYPES
 from cuflash.problem.describe import describe_attention
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, merge
@@ -32,21 +34,35 @@ from emulator.test_kernels import MALFORMED, malformed
 Call = Callable[[Emulator], None]
 
 
+def _name(emulator: Emulator, dtype: str = "float16") -> str:
+    """A type that the kernel serves: that one, or the first of its own."""
+    return dtype if dtype in emulator.spec.dtypes else emulator.spec.dtypes[0]
+
+
+def _type(emulator: Emulator) -> Any:
+    return DTYPES[_name(emulator)]
+
+
+def _is_one(out: np.ndarray) -> bool:
+    """Whether weights of ones add up to one: sums of weights and of weighted values differ by the last digit."""
+    return bool((np.abs(out.astype(np.float64) - 1) <= 1e-15).all())
+
+
 def _pinned(emulator: Emulator, tile: str) -> Emulator:
     return Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
 
 
 def _no_lse(emulator: Emulator) -> None:
-    x = np.ones((2, 70, 32), np.float16)
-    assert (emulator.attention(x, x, x) == 1).all()
-    assert (emulator.attention_varlen(x, x, x, np.array([0, 2])) == 1).all()
+    x = np.ones((2, 70, 32), _type(emulator))
+    assert _is_one(emulator.attention(x, x, x))
+    assert _is_one(emulator.attention_varlen(x, x, x, np.array([0, 2])))
 
 
 def _hidden_rows(emulator: Emulator) -> None:
     """Rows of k and v that no query of the last tile may see hold NaN, or none of the first one."""
-    rng = np.random.default_rng(0)
+    rng, dtype = np.random.default_rng(0), _type(emulator)
     for seqlen_q, hidden in ((70, 70), (200, 128)):
-        q, k, v = (rng.standard_normal(shape).astype(np.float16) for shape in ((seqlen_q, 32), (200, 32), (200, 32)))
+        q, k, v = (rng.standard_normal((length, 32)).astype(dtype) for length in (seqlen_q, 200, 200))
         exact, _ = reference.attention(q, k, v, causal="top_left")
         k[hidden:], v[hidden:] = np.nan, np.nan
         out = emulator.attention(q, k, v, causal="top_left")
@@ -56,7 +72,7 @@ def _hidden_rows(emulator: Emulator) -> None:
 def _huge_offsets(emulator: Emulator) -> None:
     """Far beyond all keys, or in front of them, whatever the integer type."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((4, 1, 20, 16)).astype(np.float16) for _ in range(3))
+    q, k, v = (rng.standard_normal((4, 1, 20, 16)).astype(_type(emulator)) for _ in range(3))
     options: list[dict[str, Any]] = [{"causal": True}, {"window": (5, None)}, {"window": (None, 5)}]
     for dtype in (np.int64, np.uint64):
         limits = np.iinfo(dtype)
@@ -69,7 +85,7 @@ def _huge_offsets(emulator: Emulator) -> None:
 
 def _tail_with_sinks(emulator: Emulator) -> None:
     """Tokens behind the last sequence are 0, their lse is -inf and not the sink."""
-    x = np.ones((100, 2, 16), np.float16)
+    x = np.ones((100, 2, 16), _type(emulator))
     boundaries = np.array([0, 40, 70])
     out, lse = emulator.attention_varlen(x, x, x, boundaries, boundaries, sinks=np.ones(2, np.float32), return_lse=True)
     assert (out[70:] == 0).all() and np.isneginf(lse[70:]).all() and np.isfinite(lse[:70]).all()
@@ -77,16 +93,16 @@ def _tail_with_sinks(emulator: Emulator) -> None:
 
 def _no_visible_key(emulator: Emulator) -> None:
     """Nothing may be on its way at the end, not even to a tile whose Q would stay in shared memory."""
-    x = np.ones((5, 256), np.float16)
+    x = np.ones((5, 256), _type(emulator))
     assert (emulator.attention(x, x, x, causal=True, query_offset=-1000) == 0).all()
 
 
 def _tall_tiles(emulator: Emulator) -> None:
     """Packed sequences with several warps per block, however few rows there are."""
     case = CASES_BY_NAME["packed-plain-True"]
-    problem = describe(case, "float16")
+    problem = describe(case, _name(emulator))
     tile = str(emulator.spec.tiles(problem.traits, emulator.device)[0])
-    run(case, make_data(case, "float16"), np, _pinned(emulator, tile).function(case))
+    run(case, make_data(case, _name(emulator)), np, _pinned(emulator, tile).function(case))
 
 
 def _in_splits(name: str, emulator: Emulator) -> None:
@@ -99,7 +115,7 @@ def _split_window(emulator: Emulator) -> None:
     """A split that begins inside of a tile of keys, behind NaN, and ends with keys that all rows see."""
     emulator.num_splits = 3
     rng = np.random.default_rng(0)
-    q, k = rng.standard_normal((20, 32)).astype(np.float16), rng.standard_normal((1000, 32)).astype(np.float16)
+    q, k = (rng.standard_normal((length, 32)).astype(_type(emulator)) for length in (20, 1000))
     options: dict[str, Any] = {"window": (400, 0), "query_offset": 980}
     exact, _ = reference.attention(q, k, k, **options)
     k[:580] = np.nan
@@ -109,8 +125,8 @@ def _split_window(emulator: Emulator) -> None:
 
 def _splits_without_lse(emulator: Emulator) -> None:
     emulator.num_splits = 2
-    x = np.ones((2, 200, 32), np.float16)
-    assert (emulator.attention(x, x, x) == 1).all()
+    x = np.ones((2, 200, 32), _type(emulator))
+    assert _is_one(emulator.attention(x, x, x))
 
 
 def _merge(width: int, emulator: Emulator) -> None:
@@ -129,7 +145,7 @@ def _merge(width: int, emulator: Emulator) -> None:
 def _alibi_far_away(num_splits: int, emulator: Emulator) -> None:
     """Behind all keys and in front of them, where distances from the position itself would be all alike."""
     emulator.num_splits = num_splits
-    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(_type(emulator))
     for offset in (10**8, -(10**9)):
         options: dict[str, Any] = {"query_offset": offset, "alibi_slopes": np.array([0.1])}
         out, lse = emulator.attention(x, x, x, return_lse=True, **options)
@@ -140,11 +156,11 @@ def _alibi_far_away(num_splits: int, emulator: Emulator) -> None:
 
 def _tail_with_slopes(emulator: Emulator) -> None:
     """Slopes of every sequence and none of tokens that belong to none."""
-    x, boundaries = np.ones((100, 2, 16), np.float16), np.array([0, 40, 70])
+    x, boundaries = np.ones((100, 2, 16), _type(emulator)), np.array([0, 40, 70])
     slopes = np.ones((2, 2), np.float32)
     emulator.num_splits = 2  # partial results need the slope of a row at its end, too
     out = emulator.attention_varlen(x, x, x, boundaries, boundaries, alibi_slopes=slopes)
-    assert (out[:70] == 1).all() and (out[70:] == 0).all()
+    assert _is_one(out[:70]) and (out[70:] == 0).all()
     emulator.num_splits = 1
     out = emulator.attention_varlen(x, x[:0], x[:0], boundaries[:1], boundaries[:1], alibi_slopes=slopes[:0])
     assert (out == 0).all()
@@ -153,10 +169,10 @@ def _tail_with_slopes(emulator: Emulator) -> None:
 def _parts_without_keys(emulator: Emulator) -> None:
     """Rows of which the first part sees no key, far away."""
     emulator.num_splits = 2
-    x, mask = np.ones((200, 16), np.float16), np.arange(200) >= np.array([[0], [150]])
+    x, mask = np.ones((200, 16), _type(emulator)), np.arange(200) >= np.array([[0], [150]])
     options: dict[str, Any] = {"query_offset": 10**8, "alibi_slopes": np.array([0.1]), "mask": mask}
     out, lse = emulator.attention(x[:2], x, x, return_lse=True, **options)
-    assert (out == 1).all()
+    assert _is_one(out)
     np.testing.assert_allclose(lse, reference.attention(x[:2], x, x, **options)[1], rtol=1e-6)
 
 
@@ -171,23 +187,30 @@ def _rounds_once(emulator: Emulator) -> None:
 
 
 def _many_threads(emulator: Emulator) -> None:
-    """More threads than a tile of keys has pieces of 16 bytes, in one stage and in two."""
-    x = np.ones((140, 16), np.float16)
-    for tile in ("64x32", "128x32x2"):
+    """More threads than a tile of keys has pieces of 16 bytes."""
+    x = np.ones((140, 16), _type(emulator))
+    for tile in ("64x32", "128x32x2", "128x16"):
         if tile in map(str, emulator.spec.tiles(describe_attention(x, x, x)[0].traits, emulator.device)):
-            assert (_pinned(emulator, tile).attention(x, x, x) == 1).all()
+            assert _is_one(_pinned(emulator, tile).attention(x, x, x))
+
+
+def _last_digits(emulator: Emulator) -> None:
+    """More keys than a sum in double precision takes."""
+    if emulator.spec.dtypes == ("float64",):
+        arrays = draw("normal", 4, 4096, 16)
+        assert_precise("normal", emulator.attention(*arrays), arrays)
 
 
 def _huge_logits(emulator: Emulator) -> None:
     """So large that the rounding of their products with log2(e) is beyond all exponents."""
-    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(_type(emulator))
     out = emulator.attention(x, x, x, bias=np.full((70, 70), -1e30, np.float32), scale=1e-9)
     np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
 
 
 def _extreme_softcaps(emulator: Emulator) -> None:
     """So small that scores of 0 are what matters, and so large that it makes no difference."""
-    x = np.random.default_rng(0).standard_normal((70, 32)).astype(np.float16)
+    x = np.random.default_rng(0).standard_normal((70, 32)).astype(_type(emulator))
     out = emulator.attention(np.zeros_like(x), x, x, softcap=1e-40, scale=100)
     np.testing.assert_allclose(out.astype(np.float64), [x.astype(np.float64).mean(0)] * 70, atol=2e-3)
     out, exact = emulator.attention(x, x, x, softcap=1e7), reference.attention(x, x, x)[0]
@@ -200,28 +223,29 @@ def _extreme_softcaps(emulator: Emulator) -> None:
 
 def _hidden_for_long(emulator: Emulator) -> None:
     """A row that sees none of more keys than one sum takes."""
-    q, k = np.ones((2, 16), np.float16), np.ones((4200, 16), np.float16)
+    q, k = np.ones((2, 16), _type(emulator)), np.ones((4200, 16), _type(emulator))
     out = emulator.attention(q, k, k, mask=np.array([[False], [True]]))
-    assert (out[0] == 0).all() and (out[1] == 1).all()
+    assert (out[0] == 0).all() and _is_one(out[1])
 
 
 def _packed_heads(emulator: Emulator) -> None:
     """Several tiles of rows, low ones and high ones, that stand for more heads than one, whole tiles of keys."""
     for seqlen_q in (6, 20):
         q, k = (np.random.default_rng(0).standard_normal(shape) for shape in ((8, seqlen_q, 16), (1, 128, 16)))
-        q, k = q.astype(np.float16), k.astype(np.float16)
+        q, k = q.astype(_type(emulator)), k.astype(_type(emulator))
         out, exact = emulator.attention(q, k, k, causal=True), reference.attention(q, k, k, causal=True)[0]
         np.testing.assert_allclose(out.astype(np.float64), exact, atol=3e-3)
 
 
 def _ping_pong_copies(emulator: Emulator) -> None:
     """Halves of a block that copy K and V: neither as wide nor as far from row to row."""
+    dtype = _type(emulator)
     for width, width_v in ((248, 256), (256, 248), (256, 256)):
-        q, k, memory = np.ones((70, width), np.float16), np.ones((130, width), np.float16), np.full((130, 512), np.nan)
+        q, k, memory = np.ones((70, width), dtype), np.ones((130, width), dtype), np.full((130, 512), np.nan)
         memory[:, :width_v] = 1
-        v = memory.astype(np.float16)[:, :width_v]
+        v = memory.astype(dtype)[:, :width_v]
         if "128x64x2" in map(str, emulator.spec.tiles(describe_attention(q, k, v)[0].traits, emulator.device)):
-            assert (_pinned(emulator, "128x64x2").attention(q, k, v) == 1).all()
+            assert _is_one(_pinned(emulator, "128x64x2").attention(q, k, v))
 
 
 _CASES_BY_NAME = CASES_BY_NAME | {
@@ -233,6 +257,7 @@ _CASES_BY_NAME = CASES_BY_NAME | {
 
 
 def _case(name: str, dtype: str, tile: str, emulator: Emulator) -> None:
+    dtype = _name(emulator, dtype)
     case, problem = _CASES_BY_NAME[name], describe(_CASES_BY_NAME[name], dtype)
     data = make_data(case, dtype)
     if emulator.refuses(problem):
@@ -271,6 +296,7 @@ CALLS: dict[str, Call] = {
     "tall_tiles": _tall_tiles,
     "many_threads": _many_threads,
     "huge_logits": _huge_logits,
+    "last_digits": _last_digits,
     "alibi far away": partial(_alibi_far_away, 1),
     "alibi far away in splits": partial(_alibi_far_away, 2),
     "packed-tail-slopes": _tail_with_slopes,
