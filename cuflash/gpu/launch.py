@@ -232,7 +232,9 @@ def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
     options, chosen, _, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key[:_OTHERS]
     fixed: tuple[Any, ...]
     if options[0] == "attention":
-        fixed = q_shape[:-2], k_shape[:-2], v_shape[:-2], q_shape[-1:], k_shape[-1:], v_shape[-1:]
+        # An array of one axis, which is wrong, has no last axis behind a sequence.
+        features = q_shape[-2:][1:], k_shape[-2:][1:], v_shape[-2:][1:]
+        fixed = q_shape[:-2], k_shape[:-2], v_shape[:-2], features
     else:
         fixed = q_shape[1:], k_shape[1:], v_shape[1:]
     others = key[_OTHERS:]

@@ -271,6 +271,21 @@ def test_other_lengths_are_not_checked_again(
     assert {n: call(n) for n in expected} == expected
 
 
+def test_axes_that_are_missing_are_no_lengths(problems: Any, apart: Any) -> None:
+    q, k, cu_seqlens = apart(5, 8), apart(7, 8), apart(3, dtype=np.int32)
+    cuflash.attention(q, k, k)
+    for wrong in ((q[0], k, k), (q, k[0], k), (q, k, k[0]), (q[0, 0], k, k)):
+        with pytest.raises(ValueError, match=r"has shape .*, expected \(\.\.\., heads, sequence, feature\)"):
+            cuflash.attention(*wrong)
+    x = apart(9, 2, 8)
+    cuflash.attention_varlen(x, x, x, cu_seqlens)
+    for packed in ((x[0], x, x), (x, x[0, 0], x), (x, x, x[0, 0, 0])):
+        with pytest.raises(ValueError, match="has shape"):
+            cuflash.attention_varlen(*packed, cu_seqlens)
+    with pytest.raises(ValueError, match="cu_seqlens_q has shape"):
+        cuflash.attention_varlen(x, x, x, cu_seqlens[0])
+
+
 def test_results_of_other_lengths_are_looked_at(problems: Any, apart: Any) -> None:
     def call(n: int, **results: Any) -> Any:
         return cuflash.attention(q[:, :, :n], k, k, **results)
