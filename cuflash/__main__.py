@@ -34,7 +34,8 @@ def _kernels() -> int:
         print(f"  dtypes      {', '.join(spec.dtypes)}")
         print(f"  head_dim    1 to {spec.max_head_dim}")
         print(f"  features    {', '.join(sorted(spec.features))}")
-        print(f"  GPUs        compute capability {spec.min_compute_capability / 10} and newer")
+        only = ", ".join(str(capability / 10) for capability in spec.capabilities)
+        print(f"  GPUs        compute capability {only or f'{spec.min_compute_capability / 10} and newer'}")
     print("cpu: NumPy arrays, every feature")
     return 0
 

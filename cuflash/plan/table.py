@@ -17,9 +17,9 @@ from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
 from .tiles_float64 import (
+    FAST_FLOAT64,
     float64_bucket,
     float64_cost,
-    float64_limits,
     float64_macros,
     float64_min_blocks,
     float64_shared_memory,
@@ -55,6 +55,8 @@ class KernelSpec(NamedTuple):
     """Blocks per multiprocessor for which the compiler keeps registers free."""
     cost: Callable[[Traits], Cost]
     """What its tiles take, as `benchmarks/fit_cost.py` finds."""
+    capabilities: tuple[int, ...] = ()
+    """The only compute capabilities that it is for; (): all from the least one on."""
     limits: Callable[[Traits, Device], str | None] = lambda traits, device: None
     """What else the kernel refuses, as a sentence."""
     starved_rows: int = 0
@@ -72,6 +74,9 @@ class KernelSpec(NamedTuple):
             return f"does not implement {traits.op}"
         if device.compute_capability < self.min_compute_capability:
             return f"needs sm_{self.min_compute_capability}, the device is {device.arch}"
+        if self.capabilities and device.compute_capability not in self.capabilities:
+            known = ", ".join(f"sm_{capability}" for capability in self.capabilities)
+            return f"is for {known}, the device is {device.arch}"
         if traits.dtype not in self.dtypes:
             return f"dtype {traits.dtype} is not one of {', '.join(self.dtypes)}"
         if max(traits.head_dim, traits.head_dim_v) > self.max_head_dim:
@@ -137,7 +142,7 @@ KERNELS = (
         shared_memory=float64_shared_memory,
         min_blocks=float64_min_blocks,
         cost=float64_cost,
-        limits=float64_limits,
+        capabilities=FAST_FLOAT64,
         macros=float64_macros,
     ),
     KernelSpec(

@@ -35,13 +35,6 @@ def float64_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(8 * numbers + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 
-def float64_limits(traits: Traits, device: Device) -> str | None:
-    """Say why a device is not served."""
-    if device.compute_capability in FAST_FLOAT64:
-        return None
-    return f"needs tensor cores for float64 (sm_80, sm_90 or sm_100), the device is {device.arch}"
-
-
 _TILES = {
     1: (
         Tile(128, 32, 256), Tile(64, 16, 128), Tile(64, 32, 128), Tile(128, 16, 256), Tile(128, 64, 256),
