@@ -216,14 +216,15 @@ __device__ __forceinline__ void restart(Output& o, OutputTotal& total, const Onl
     }
 }
 
-// Division of many numbers by one, which is neither tiny nor huge: rounded as if it were exact.
+// Division of many numbers by one, which is neither tiny nor huge: rounded once, unless the result is subnormal.
 struct Quotients {
     double divisor, reciprocal;
 
     __device__ __forceinline__ explicit Quotients(double divisor) : divisor(divisor), reciprocal(1 / divisor) {}
     __device__ __forceinline__ double of(double value) const {
         const double near = value * reciprocal;
-        return multiply_add(multiply_add(-near, divisor, value), reciprocal, near);
+        const double rest = multiply_add(-near, divisor, value);
+        return absolute(near) <= largest_finite() ? multiply_add(rest, reciprocal, near) : near;
     }
 };
 

@@ -5,7 +5,7 @@
 
 namespace cuflash {
 
-// exp(x) for x <= 0, -inf and NaN included, to 0.7 units in the last place: 2^k exp(r), where |r| <= log(2) / 2 and
+// exp(x) for x <= 0, -inf and NaN included, to 1.05 units in the last place: 2^k exp(r), where |r| <= log(2) / 2 and
 // exp(r) is the polynomial of degree 11 that is exact at Chebyshev's points, but for its first three terms, which are
 // known.
 __device__ __forceinline__ double exponential_of_negative(double x) {

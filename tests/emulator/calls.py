@@ -201,6 +201,14 @@ def _last_digits(emulator: Emulator) -> None:
         assert_precise("normal", emulator.attention(*arrays), arrays)
 
 
+def _quotients(emulator: Emulator) -> None:
+    """Thirds of whole numbers, rounded once, and infinite values."""
+    if emulator.spec.dtypes == ("float64",):
+        v = np.random.default_rng(0).integers(0, 1000, (3, 64)).astype(np.float64)
+        v[0, 0] = np.inf
+        assert (emulator.attention(np.zeros((1, 16)), np.zeros((3, 16)), v) == v.sum(0) / 3).all()
+
+
 def _huge_logits(emulator: Emulator) -> None:
     """So large that the rounding of their products with log2(e) is beyond all exponents."""
     x = np.random.default_rng(0).standard_normal((70, 32)).astype(_type(emulator))
@@ -297,6 +305,7 @@ CALLS: dict[str, Call] = {
     "many_threads": _many_threads,
     "huge_logits": _huge_logits,
     "last_digits": _last_digits,
+    "quotients": _quotients,
     "alibi far away": partial(_alibi_far_away, 1),
     "alibi far away in splits": partial(_alibi_far_away, 2),
     "packed-tail-slopes": _tail_with_slopes,

@@ -74,3 +74,12 @@ def test_on_a_gpu(kernel: str, head_dim: int, name: str) -> None:
 def test_with_numpy(name: str) -> None:
     arrays = draw(name, 40, 5000, 64)
     assert_precise(name, cuflash.attention(*arrays), arrays)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+@pytest.mark.parametrize("kernel", DOUBLES)
+def test_infinite_values_stay_infinite(kernel: str) -> None:
+    z = np.zeros((1, 2))
+    for v in (np.array([[np.inf, -np.inf]]), np.array([[np.inf, -np.inf], [1.0, 1.0]])):
+        out = Emulator(kernel).attention(z, np.zeros_like(v), v)
+        np.testing.assert_array_equal(out, [[np.inf, -np.inf]])
