@@ -16,6 +16,12 @@ __device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) {
     return row_max == -infinity() ? Accumulator(0) : row_max;
 }
 
+// The largest value among the four lanes that share a row of mma.sync.
+__device__ __forceinline__ Accumulator quad_maximum(Accumulator value) {
+    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
+}
+
 template <int kRows>
 struct OnlineSoftmax {
     Accumulator row_max[kRows];  // of all lanes that share the row
@@ -37,9 +43,6 @@ struct OnlineSoftmax {
         row_max[i] = new_max;
         return correction;
     }
-    __device__ __forceinline__ void add(int i, Accumulator correction, Accumulator tile_sum) {
-        row_sum[i] = multiply_add(row_sum[i], correction, tile_sum);
-    }
 
     // Turns the logits of one key tile into weights relative to the new maximum; `correction` is what earlier results
     // must be multiplied by. `reduce_max` takes the maximum over the lanes that share a row and is called by all of
@@ -60,7 +63,7 @@ struct OnlineSoftmax {
                 logits[i][j] = exponential(logits[i][j] - subtract);
                 tile_sum += logits[i][j];
             }
-            add(i, correction[i], tile_sum);
+            row_sum[i] = multiply_add(row_sum[i], correction[i], tile_sum);
         }
     }
 };

@@ -68,12 +68,6 @@ __device__ __forceinline__ bool any_nan(const RowValues& values) {
     return __any_sync(0xffffffffu, any);
 }
 
-// The largest value among the four lanes that share a row.
-__device__ __forceinline__ float quad_maximum(float value) {
-    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
-    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
-}
-
 // The largest logit of a row, from the largest score of the lane's keys.
 __device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, float score) {
     if constexpr (kShiftedLogits) score += logits.shift[r];

@@ -46,10 +46,4 @@ struct Place {
     __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + run * 2 + i % 2; }
 };
 
-// The largest value among the four lanes that share a row.
-__device__ __forceinline__ double quad_maximum(double value) {
-    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
-    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
-}
-
 }  // namespace cuflash
