@@ -19,15 +19,16 @@
 #define CUFLASH_DTYPE CUFLASH_FLOAT64  // the only one
 #endif
 
-#include "common/epilogue.cuh"
 #include "common/schedule.cuh"
-#include "common/total.cuh"
 #include "precise/copies.cuh"
 #include "precise/exponential.cuh"
-#include "ptx/barrier.cuh"
+#include "precise/output.cuh"
+#include "precise/scores.cuh"
 #include "ptx/mma_float64.cuh"
 
 namespace cuflash {
+
+static_assert(kDtype == CUFLASH_FLOAT64);
 
 // scores = Q K^T, of the features that the warp sums over.
 __device__ __forceinline__ void multiply_qk(const SharedTiles& shared, const Place& place, Scores& scores) {
@@ -51,64 +52,6 @@ __device__ __forceinline__ void multiply_qk(const SharedTiles& shared, const Pla
             const Vector16 high = *reinterpret_cast<const Vector16*>(key + 2);
             const double k[4] = {low.values[0], low.values[1], high.values[0], high.values[1]};
             mma_m16n8k16(scores[n], q, k);
-        }
-    }
-}
-
-// Adds up what the warps that share their rows have of the scores, in their order.
-__device__ __forceinline__ void sum_scores(SharedTiles& shared, const Place& place, Scores& scores) {
-    if constexpr (kWarpsPerRow > 1) {
-        const int first_warp = place.group * kWarpsPerRow;
-#pragma unroll
-        for (int i = 0; i < kRows * kColumns; ++i)
-            shared.partial[first_warp + place.share][i][place.lane] = scores[i / 4][i % 4];
-        barrier_wait(1 + place.group, 32 * kWarpsPerRow);
-#pragma unroll
-        for (int i = 0; i < kRows * kColumns; ++i) {
-            double sum = shared.partial[first_warp][i][place.lane];
-#pragma unroll
-            for (int warp = 1; warp < kWarpsPerRow; ++warp) sum += shared.partial[first_warp + warp][i][place.lane];
-            scores[i / 4][i % 4] = sum;
-        }
-    }
-}
-
-// Whether a row of the warp sees a key of the tile by its position.
-__device__ __forceinline__ bool any_row_sees(const AttentionParams& params, const TileMap& tile, const TileKeys& keys,
-                                             long long n_begin, const Place& place) {
-    // right either way: tiles may be looked at in vain
-    if (n_begin >= keys.all.begin && n_begin + kBlockN <= keys.all.end) return true;
-    const ColumnRange visible =
-        visible_columns(params, tile, place.group * kRowsPerWarp + place.lane % kRowsPerWarp, n_begin);
-    // right either way: tiles may be looked at in vain
-    return __any_sync(0xffffffffu, visible.begin < visible.end);
-}
-
-__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
-                                                 const TileKeys& keys, long long n_begin, const Place& place,
-                                                 Scores& scores) {
-    const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
-    const ScoreScale scale = score_scale(params);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) at(scores, r, i) = scaled_score(scale, at(scores, r, i));
-        if constexpr (kHasRowTerms) {
-            const RowContext row = row_context(params, tile, logit_row(params, tile, place.tile_row(r)), n_begin);
-#pragma unroll
-            for (int i = 0; i < kColumns; i += 2) {
-                double logits[2] = {at(scores, r, i), at(scores, r, i + 1)};
-                RowColumns<2> columns;
-                columns.load<false>(params, row, place.column(i));
-                scores_to_row_logits<true>(row, columns, place.column(i), logits);
-                at(scores, r, i) = logits[0], at(scores, r, i + 1) = logits[1];
-            }
-        }
-        if (at_edge) {  // right either way: all of it is visible
-            const ColumnRange visible = visible_columns(params, tile, place.tile_row(r), n_begin);
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i)
-                if (!visible.has(place.column(i))) at(scores, r, i) = -infinity();
         }
     }
 }
@@ -143,38 +86,23 @@ __device__ __forceinline__ void exponentials(SharedTiles& shared, const Place& p
     }
 }
 
-// Logits -> weights relative to the maxima of their rows; O and the sums are rescaled where these have grown.
-__device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, Scores& scores,
-                                      OnlineSoftmax<kRows>& softmax, Output& o) {
-    double subtract[kRows];
-    bool grown = false;
+__device__ __forceinline__ void add_to_sums(Scores& weights, OnlineSoftmax<kRows>& softmax) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        subtract[r] = at(scores, r, 0);
+        Accumulator tile_sum = 0;
 #pragma unroll
-        for (int i = 1; i < kColumns; ++i) subtract[r] = maximum(subtract[r], at(scores, r, i));
-        subtract[r] = quad_maximum(subtract[r]);
-        grown |= subtract[r] > softmax.row_max[r];  // right either way: a factor of 1
-    }
-    if (__any_sync(0xffffffffu, grown)) {  // right either way: a factor of 1
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            const double correction = softmax.follow(r, subtract[r]);
-            softmax.row_sum[r] *= correction;
-#pragma unroll
-            for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= correction;
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) subtract[r] = finite_maximum(softmax.row_max[r]);
-    exponentials(shared, place, scores, subtract);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        double tile_sum = 0;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) tile_sum += at(scores, r, i);
+        for (int i = 0; i < kColumns; ++i) tile_sum += at(weights, r, i);
         softmax.row_sum[r] += tile_sum;
     }
+}
+
+// Logits -> weights relative to the maxima of their rows.
+__device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, Scores& scores,
+                                      OnlineSoftmax<kRows>& softmax, Output& o) {
+    double maxima[kRows];
+    follow_maxima(scores, softmax, o, maxima);
+    exponentials(shared, place, scores, maxima);
+    add_to_sums(scores, softmax);
 }
 
 // O += P V, of the warp's features.
@@ -195,63 +123,6 @@ __device__ __forceinline__ void accumulate(const SharedTiles& shared, const Plac
     }
 }
 
-using OutputTotal = Total<kRows, 2 * kFeatureTiles>;
-
-// o += total
-__device__ __forceinline__ void add_total(Output& o, const OutputTotal& total, const OnlineSoftmax<kRows>& softmax) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const double factor = total.factor(r, softmax.row_max[r], 1);
-        total.add_to(r, [&](int i) -> double& { return at(o, r, i); }, [&](int) { return factor; });
-    }
-}
-
-// total = o, o = 0
-__device__ __forceinline__ void restart(Output& o, OutputTotal& total, const OnlineSoftmax<kRows>& softmax) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        total.row_max[r] = softmax.row_max[r];
-#pragma unroll
-        for (int i = 0; i < 2 * kFeatureTiles; ++i) total.sums[r][i] = at(o, r, i), at(o, r, i) = 0;
-    }
-}
-
-// Division of many numbers by one, which is neither tiny nor huge: rounded once, unless the result is subnormal.
-struct Quotients {
-    double divisor, reciprocal;
-
-    __device__ __forceinline__ explicit Quotients(double divisor) : divisor(divisor), reciprocal(1 / divisor) {}
-    __device__ __forceinline__ double of(double value) const {
-        const double near = value * reciprocal;
-        const double rest = multiply_add(-near, divisor, value);
-        return absolute(near) <= largest_finite() ? multiply_add(rest, reciprocal, near) : near;
-    }
-};
-
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
-                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        double row_sum = softmax.row_sum[r];
-        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
-        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
-        const Row row = row_at(params, tile, place.tile_row(r));
-        if (!row.valid) continue;
-        const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum);
-        const Quotients quotients(finished.divisor);
-        if (place.run == 0 && place.share == 0) store_lse(params, tile, row, finished);
-        char* out = output_row(params, tile, row);
-        const int first = place.share * kWarpFeaturesV + place.run * 2;
-#pragma unroll
-        for (int f = 0; f < kFeatureTiles; ++f) {
-            double pair[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) pair[e] = quotients.of(o[f][2 * r + e] * finished.multiplier);
-            store_output(params, out, first + f * 8, pair);
-        }
-    }
-}
-
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
     __syncthreads();
@@ -261,6 +132,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const Place place(threadIdx.x);
     const Copies copies = {params, shared, shared.keys};
     const TileKeys& keys = copies.keys;
+    const RowsWorkedOut rows = {params, tile};
     OnlineSoftmax<kRows> softmax;
     Output o = {};
     if (keys.any.begin < keys.any.end) {
@@ -273,23 +145,24 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         Scores scores;
         copies.arrive();
         copies.load_v(n_begin);
-        const bool sees = any_row_sees(params, tile, keys, n_begin, place);
+        const bool sees = any_row_sees(rows, keys, n_begin, place);
         if (sees) {  // right either way: weights are 0 else
             multiply_qk(shared, place, scores);
-            sum_scores(shared, place, scores);
-            scores_to_logits(params, tile, keys, n_begin, place, scores);
+            sum_scores(shared.partial, place, scores);
+            scores_to_logits(params, tile, rows, keys, n_begin, place, scores);
             weigh(shared, place, scores, softmax, o);
         }
         copies.arrive();
         n_begin += kBlockN;
         if (n_begin < keys.any.end) copies.load_k(n_begin);
         if (sees) accumulate(shared, place, scores, o);
-        if (n_begin - first == kTilesPerSum * kBlockN || n_begin >= keys.any.end) {
-            if (first != keys.any.begin) add_total(o, total, softmax);
-            if (n_begin < keys.any.end) restart(o, total, softmax);
+        if (n_begin - first == kTilesPerSum * kBlockN) {
+            total.take(o, softmax);
             first = n_begin;
         }
     }
+    total.take(o, softmax);
+    total.give_back(o, softmax);
     store_rows(params, tile, softmax, o, place);
 }
 

@@ -38,6 +38,10 @@
 #ifndef CUFLASH_WARPS_PER_ROW
 #define CUFLASH_WARPS_PER_ROW 1
 #endif
+// Products of pairs of float16 that make one of floats: three, or one, which is what tf32 keeps.
+#ifndef CUFLASH_PRODUCTS
+#define CUFLASH_PRODUCTS 3
+#endif
 #ifndef CUFLASH_MIN_BLOCKS
 #define CUFLASH_MIN_BLOCKS 1
 #endif
@@ -75,6 +79,7 @@ constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
 constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kWarpsPerRow = CUFLASH_WARPS_PER_ROW;
+constexpr int kProducts = CUFLASH_PRODUCTS;
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;

@@ -1,4 +1,4 @@
-// How scores, weights and output of mma.sync in double precision lie in the registers of a warp, and warps in their
+// How scores, weights and output of mma.sync lie in the registers of a warp, as floats or doubles, and warps in their
 // block.
 #pragma once
 
@@ -13,19 +13,18 @@ constexpr int kSteps = kHeadDim / 16;                             // of the sum 
 constexpr int kWarpFeaturesV = kHeadDimV / kWarpsPerRow;
 constexpr int kFeatureTiles = kWarpFeaturesV / 8;
 
-static_assert(kDtype == CUFLASH_FLOAT64);
 static_assert(kBlockM * kWarpsPerRow == kNumWarps * kRowsPerWarp, "warps own 16 rows");
 static_assert(kHeadDim % 16 == 0 && kWarpFeaturesV % 16 == 0 && kBlockN % 16 == 0, "mma is 16 deep");
 
 // Rows are padded by 16 bytes, so that lanes reading from consecutive ones meet different banks.
-constexpr int kPitch = kHeadDim + 2, kPitchV = kHeadDimV + 2;
+constexpr int kPitch = kHeadDim + 16 / sizeof(Element), kPitchV = kHeadDimV + 16 / sizeof(Element);
 
-using Scores = double[kKeyTiles][4];
-using Output = double[kFeatureTiles][4];
+using Scores = Accumulator[kKeyTiles][4];
+using Output = Accumulator[kFeatureTiles][4];
 
 // Value i of a lane's row r.
 template <int kTiles>
-__device__ __forceinline__ double& at(double (&tiles)[kTiles][4], int r, int i) {
+__device__ __forceinline__ Accumulator& at(Accumulator (&tiles)[kTiles][4], int r, int i) {
     return tiles[i / 2][r * 2 + i % 2];
 }
 

@@ -1,4 +1,4 @@
-// A maximum that keeps what is not a number (sm_80 and newer).
+// Maxima and minima as the arithmetic units have them (sm_80 and newer).
 #pragma once
 
 namespace cuflash {
@@ -8,6 +8,22 @@ __device__ __forceinline__ float maximum_or_nan(float a, float b) {
     float larger;
     asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
     return larger;
+}
+
+// The larger magnitude; NaN if one of them is NaN.
+__device__ __forceinline__ float larger_magnitude(float a, float b) {
+    float larger;
+    asm("{ .reg .f32 x, y; abs.ftz.f32 x, %1; abs.ftz.f32 y, %2; max.NaN.ftz.f32 %0, x, y; }"
+        : "=f"(larger)
+        : "f"(a), "f"(b));
+    return larger;
+}
+
+// Of two pairs of float16, each: the smaller magnitude; of a number and NaN the number.
+__device__ __forceinline__ unsigned int smaller_magnitudes(unsigned int a, unsigned int b) {
+    unsigned int smaller;
+    asm("{ .reg .b32 x, y; abs.f16x2 x, %1; abs.f16x2 y, %2; min.f16x2 %0, x, y; }" : "=r"(smaller) : "r"(a), "r"(b));
+    return smaller;
 }
 
 }  // namespace cuflash

@@ -16,6 +16,14 @@ from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
+from .tiles_float32 import (
+    float32_bucket,
+    float32_cost,
+    float32_macros,
+    float32_min_blocks,
+    float32_shared_memory,
+    float32_tiles,
+)
 from .tiles_float64 import (
     FAST_FLOAT64,
     float64_bucket,
@@ -111,6 +119,22 @@ KERNELS = (
         starved_rows=64,
         macros=mma_macros,
         caps_by_polynomial=True,
+        rounds_weights=True,
+    ),
+    KernelSpec(
+        name="precise_float32",
+        summary="tensor cores by pairs of float16: float32 and tf32 from sm_80",
+        operations=("attention", "attention_varlen"),
+        dtypes=("float32",),
+        features=FEATURES,
+        min_compute_capability=80,
+        max_head_dim=512,
+        head_dim_bucket=float32_bucket,
+        tiles=float32_tiles,
+        shared_memory=float32_shared_memory,
+        min_blocks=float32_min_blocks,
+        cost=float32_cost,
+        macros=float32_macros,
         rounds_weights=True,
     ),
     KernelSpec(

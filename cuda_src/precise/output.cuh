@@ -1,0 +1,120 @@
+// The output of a warp's rows: sums that start again, and the end of the rows.
+#pragma once
+
+#include "common/epilogue.cuh"
+#include "common/total.cuh"
+#include "precise/layout.cuh"
+
+namespace cuflash {
+
+// The sum over the four lanes that share a row, which call this together.
+__device__ __forceinline__ Accumulator quad_sum(Accumulator value) {
+    value += __shfl_xor_sync(0xffffffffu, value, 1);
+    return value + __shfl_xor_sync(0xffffffffu, value, 2);
+}
+
+// The maxima of the rows so far, as they are to be subtracted from logits; O and the sums are rescaled where these have
+// grown, which after the first tiles is rare. Returns whether one has.
+__device__ __forceinline__ bool follow_maxima(Scores& logits, OnlineSoftmax<kRows>& softmax, Output& o,
+                                              Accumulator (&maxima)[kRows]) {
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        maxima[r] = at(logits, r, 0);
+#pragma unroll
+        for (int i = 1; i < kColumns; ++i) maxima[r] = maximum(maxima[r], at(logits, r, i));
+        maxima[r] = quad_maximum(maxima[r]);
+        grown |= maxima[r] > softmax.row_max[r];  // right either way: a factor of 1
+    }
+    grown = __any_sync(0xffffffffu, grown);
+    if (grown) {  // right either way: a factor of 1
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const Accumulator correction = softmax.follow(r, maxima[r]);
+            softmax.row_sum[r] *= correction;
+#pragma unroll
+            for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= correction;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) maxima[r] = finite_maximum(softmax.row_max[r]);
+    return grown;
+}
+
+// Sums of earlier keys, in memory: output and sum of each row.
+struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
+    static constexpr int kValues = 2 * kFeatureTiles;
+
+    __device__ __forceinline__ OutputTotal() {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            row_max[r] = -infinity();
+#pragma unroll
+            for (int i = 0; i <= kValues; ++i) sums[r][i] = 0;
+        }
+    }
+    // What makes the sums relative to the maximum so far, which they then are.
+    __device__ __forceinline__ Accumulator follow(int r, const OnlineSoftmax<kRows>& softmax) {
+        constexpr Accumulator kLog2e = sizeof(Accumulator) == 8 ? 1 : 1.4426950408889634;  // see Total::factor
+        const Accumulator by = factor(r, softmax.row_max[r], kLog2e);
+        row_max[r] = softmax.row_max[r];
+        return by;
+    }
+    // Takes what has been summed since the last time, which is then 0.
+    __device__ __forceinline__ void take(Output& o, OnlineSoftmax<kRows>& softmax) {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+            const Accumulator by = follow(r, softmax);
+#pragma unroll
+            for (int i = 0; i <= kValues; ++i) {
+                Accumulator& value = i < kValues ? at(o, r, i) : softmax.row_sum[r];
+                sums[r][i] = multiply_add(static_cast<Accumulator>(sums[r][i]), by, value);
+                value = 0;
+            }
+        }
+    }
+    __device__ __forceinline__ void give_back(Output& o, OnlineSoftmax<kRows>& softmax) const {
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+            for (int i = 0; i < kValues; ++i) at(o, r, i) = sums[r][i];
+            softmax.row_sum[r] = sums[r][kValues];
+        }
+    }
+};
+
+// Division of many numbers by one, which is neither tiny nor huge: rounded once, unless the result is subnormal.
+struct Quotients {
+    Accumulator divisor, reciprocal;
+
+    __device__ __forceinline__ explicit Quotients(Accumulator divisor) : divisor(divisor), reciprocal(1 / divisor) {}
+    __device__ __forceinline__ Accumulator of(Accumulator value) const {
+        const Accumulator near = value * reciprocal;
+        const Accumulator rest = multiply_add(-near, divisor, value);
+        return absolute(near) <= largest_finite() ? multiply_add(rest, reciprocal, near) : near;
+    }
+};
+
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
+                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const Accumulator row_sum = quad_sum(softmax.row_sum[r]);
+        const Row row = row_at(params, tile, place.tile_row(r));
+        if (!row.valid) continue;
+        const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum);
+        const Quotients quotients(finished.divisor);
+        if (place.run == 0 && place.share == 0) store_lse(params, tile, row, finished);
+        char* out = output_row(params, tile, row);
+        const int first = place.share * kWarpFeaturesV + place.run * 2;
+#pragma unroll
+        for (int f = 0; f < kFeatureTiles; ++f) {
+            Accumulator pair[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) pair[e] = quotients.of(o[f][2 * r + e] * finished.multiplier);
+            store_output(params, out, first + f * 8, pair);
+        }
+    }
+}
+
+}  // namespace cuflash

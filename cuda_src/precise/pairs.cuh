@@ -1,0 +1,200 @@
+// Floats as pairs of float16, which tensor cores multiply: what a pair leaves out is 2^-24 of its value.
+//
+// A row of Q, K or V arrives as it is and is turned into pairs where it lies. It is scaled by a power of two of its
+// own, so that its largest element is just below 2^15. The second of a pair is what the first leaves out, times 2^11.
+// Both are float16 of full precision for elements down to 2^-27 of the largest; where there are smaller ones, a warp
+// may multiply the rows one by one (precise/one_by_one.cuh).
+#pragma once
+
+#include "common/load.cuh"
+#include "common/math.cuh"
+#include "precise/layout.cuh"
+#include "ptx/maximum.cuh"
+
+namespace cuflash {
+
+constexpr int kPairBits = 14;                             // largest elements are 2^14 and more, below 2^15
+constexpr float kPairStep = 1 << 11;                      // of the second of a pair
+constexpr float kUnscaled = 1.0f / (1 << 2 * kPairBits);  // of products of two scaled elements
+// Scaled elements down to this have exact pairs: the second is a multiple of what float16 counts in.
+constexpr float kLeastScaled = 1.0f / (1 << 13);
+// Exponents of rows, biased as a float's are: products of powers of two stay in range.
+constexpr unsigned int kLeastExponent = 127 - 90, kMostExponent = 127 + 90;
+
+// What a lane has found in its part of rows.
+constexpr unsigned int kHasTiny = 1, kHasZero = 2;  // elements that are below kLeastScaled, but not 0; or may be 0, too
+constexpr unsigned int kOutOfRange = 4;             // a row with an exponent that is not wanted
+
+// The pairs of two neighbouring elements, which are below 2^16.
+__device__ __forceinline__ void pair_of(float low, float high, unsigned int& first, unsigned int& second) {
+    first = half2_bits_from_floats(low, high);
+    const float low_rest = low - float_from_half_bits(static_cast<unsigned short>(first));
+    const float high_rest = high - float_from_half_bits(static_cast<unsigned short>(first >> 16));
+    second = half2_bits_from_floats(low_rest * kPairStep, high_rest * kPairStep);
+}
+
+// What a pair leaves out of a value.
+__device__ __forceinline__ float rest_of_pair(float value) {
+    const unsigned int exponent = min(max(__float_as_uint(absolute(value)) >> 23, 1u), 253u);
+    unsigned int first, second;
+    const float scaled = value * __uint_as_float((254 - exponent) << 23);
+    pair_of(scaled, 0, first, second);
+    const float of_pair = float_from_half_bits(static_cast<unsigned short>(second)) / kPairStep;
+    const float rest = scaled - float_from_half_bits(static_cast<unsigned short>(first)) - of_pair;
+    return rest * __uint_as_float(exponent << 23);
+}
+
+// Rows of a tile in shared memory, as they arrive or as pairs: first the firsts of all elements, then the seconds.
+template <int kNumRows, int kWidth>
+struct PairRows {
+    static constexpr int kRowBytes = 4 * kWidth + 16, kSecond = 2 * kWidth;  // bytes to the seconds
+    alignas(16) float rows[kNumRows][kRowBytes / 4];
+    float scales[kNumRows];  // what a row's elements are to be multiplied by, beside 2^-kPairBits; 0 for zeros
+
+    // Lanes take the chunks of four elements of a row by turns. Those that store at a time then reach all banks.
+    static constexpr int kIdle = power_of_two_above(32 * kNumWarps / kNumRows), kWide = power_of_two_above(kWidth / 16);
+    static constexpr int kWanted = kIdle > kWide ? kIdle : kWide;
+    static constexpr int kLanes = kWanted < 8 ? 8 : kWanted > 32 ? 32 : kWanted;
+    static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
+    static constexpr int kPasses = (kNumRows * kLanes + kThreads - 1) / kThreads;
+
+    static __host__ __device__ constexpr int row_of(int thread, int pass) {
+        const int lane = thread % 32, turn = pass * kNumWarps + thread / 32;
+        return kLanes == 8 ? turn / 2 * 8 + turn % 2 * 2 + lane / 8 % 2 * 4 + lane / 16
+                           : turn * (32 / kLanes) + lane / kLanes;
+    }
+    static __device__ __forceinline__ bool has_row(int row) {
+        return kPasses * kThreads == kNumRows * kLanes || row < kNumRows;
+    }
+    static __device__ __forceinline__ int column_of(int thread, int chunk) {
+        return (thread % kLanes + chunk * kLanes) * 4;
+    }
+    static __device__ __forceinline__ bool has_column(int column) {
+        return kWidth / 4 % kLanes == 0 || column < kWidth;
+    }
+
+    __device__ __forceinline__ void load_row(int thread, int row, const char* source, bool valid, int num_features,
+                                             long long feature_stride) {
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int column = column_of(thread, chunk);
+            if (!has_column(column)) continue;
+            if constexpr (kVectorLoads) {
+                cp_async_16(shared_address(&rows[row][column]), source + column * 4, valid && column < num_features);
+            } else {
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const bool has = valid && column + e < num_features;
+                    rows[row][column + e] = has ? load_bits<float>(source + (column + e) * feature_stride) : 0.0f;
+                }
+            }
+        }
+    }
+    // Rows of an array, the first `num_rows` of them; others become zeros.
+    __device__ __forceinline__ void load(const char* array, const Strides& strides, int num_features,
+                                         long long num_rows) {
+        const int thread = thread_index_again();
+        const int rows_left = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
+        const char* source = array + row_of(thread, 0) * strides.row;
+#pragma unroll
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = row_of(thread, pass);
+            if (has_row(row)) load_row(thread, row, source, row < rows_left, num_features, strides.column);
+            source += (row_of(0, pass + 1) - row_of(0, pass)) * strides.row;
+        }
+    }
+    // Rows that lie anywhere; `source(row)` is null for those of zeros.
+    template <typename Source>
+    __device__ __forceinline__ void gather(int num_features, long long feature_stride, Source source) {
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = row_of(threadIdx.x, pass);
+            if (!has_row(row)) continue;
+            const char* const address = source(row);
+            load_row(threadIdx.x, row, address, address != nullptr, num_features, feature_stride);
+        }
+    }
+
+    // Turns what the warp has loaded into pairs, when it has arrived. Returns what the lane has found in it: exponents
+    // are wanted from `least_exponent` to `most_exponent`.
+    __device__ __forceinline__ unsigned int make_pairs(int num_features, unsigned int least_exponent,
+                                                       unsigned int most_exponent) {
+        const int thread = thread_index_again();
+        bool in_range = true;
+        unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
+        cp_async_wait();
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = row_of(thread, pass);
+            if (!has_row(row)) break;  // for whole warps
+            Vector16 chunks[kChunks] = {};
+            float largest = 0;
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                const int column = column_of(thread, chunk);
+                if (!has_column(column)) continue;
+                chunks[chunk] = *reinterpret_cast<const Vector16*>(&rows[row][column]);
+#pragma unroll
+                for (const float value : chunks[chunk].values) largest = larger_magnitude(largest, value);
+            }
+#pragma unroll
+            for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
+                largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+            const unsigned int exponent = __float_as_uint(largest) >> 23;
+            in_range &= exponent == 0 || (exponent >= least_exponent && exponent <= most_exponent);
+            if (thread % kLanes == 0) scales[row] = __uint_as_float(exponent << 23);
+            const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
+            __syncwarp();  // all of the row has been read
+#pragma unroll
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                const int column = column_of(thread, chunk);
+                if (!has_column(column)) continue;
+                Words first, second;
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    pair_of(chunks[chunk].values[2 * i] * factor, chunks[chunk].values[2 * i + 1] * factor,
+                            first.words[i], second.words[i]);
+                    if (column < num_features) least = smaller_magnitudes(least, first.words[i]);
+                }
+                words(row, column) = first;
+                if constexpr (kProducts > 1) words(row, column, kSecond) = second;
+            }
+        }
+        const unsigned int found = in_range ? 0 : kOutOfRange;
+        const float low = float_from_half_bits(static_cast<unsigned short>(least));
+        const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
+        return minimum(low, high) >= kLeastScaled ? found : found | kHasZero | tiny_ones();
+    }
+
+    struct alignas(8) Words {
+        unsigned int words[2];
+    };
+    __device__ __forceinline__ Words& words(int row, int column, int offset = 0) {
+        return *reinterpret_cast<Words*>(reinterpret_cast<char*>(rows[row]) + offset + column * 2);
+    }
+    // Whether the lane has made pairs of tiny elements that are not 0.
+    __device__ __forceinline__ unsigned int tiny_ones() {
+        unsigned int found = 0;
+#pragma unroll 1
+        for (int pass = 0; pass < kPasses; ++pass) {
+            const int row = row_of(threadIdx.x, pass);
+            if (!has_row(row)) continue;
+#pragma unroll 1
+            for (int chunk = 0; chunk < kChunks; ++chunk) {
+                const int column = column_of(threadIdx.x, chunk);
+                if (!has_column(column)) continue;
+                const Words first = words(row, column), second = words(row, column, kProducts > 1 ? kSecond : 0);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) {
+                    const auto bits = static_cast<unsigned short>(first.words[e / 2] >> e % 2 * 16);
+                    const auto rest = static_cast<unsigned short>(second.words[e / 2] >> e % 2 * 16);
+                    const bool zero = ((bits | rest) & 0x7fff) == 0;
+                    if (!zero && absolute(float_from_half_bits(bits)) < kLeastScaled) found = kHasTiny;
+                }
+            }
+        }
+        return found;
+    }
+};
+
+}  // namespace cuflash

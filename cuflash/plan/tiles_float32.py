@@ -1,0 +1,99 @@
+"""Tiles of precise_float32.cu, and what they take of a multiprocessor."""
+
+from __future__ import annotations
+
+from ..problem.problem import Traits
+from .cost import Cost
+from .features import Macros
+from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
+
+
+def float32_bucket(head_dim: int) -> int:
+    """Multiples of 32 up to 128, then of 128: in between compilers run out of registers here and there."""
+    return round_up(head_dim, 32 if head_dim <= 128 else 128)
+
+
+def _warps_per_row(traits: Traits) -> int:
+    """Warps that share their rows, each with at most 256 features of the output."""
+    return 1 if float32_bucket(traits.head_dim_v) <= 256 else 2
+
+
+def float32_macros(traits: Traits) -> Macros:
+    """What only some kernels are told."""
+    return ("WARPS_PER_ROW", _warps_per_row(traits)), ("PRODUCTS", 1 if traits.precision == "tf32" else 3)
+
+
+def _rows(num_rows: int, bucket: int) -> int:
+    """Bytes of `PairRows` of precise/pairs.cuh."""
+    return round_up(num_rows * (4 * bucket + 16 + 4), 16)
+
+
+def float32_shared_memory(traits: Traits, tile: Tile) -> int:
+    """Bytes of `SharedTiles` in precise_float32.cu."""
+    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v)
+    size = _rows(tile.block_m, bucket) + _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
+    size += (tile.num_threads // 32 if _warps_per_row(traits) > 1 else 1) * 64 * tile.block_n
+    size += tile.block_m * 24 + (tile.block_m if traits.num_arrays or traits.alibi_slopes else 1) * 32
+    return round_up(size + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
+
+
+# Sixteen warps hide what they wait for, and make pairs once for 256 rows; with eight a thread has registers for more
+# keys at a time. TFLOP/s on an H200, 4096 keys: head_dim 64 256x32 64, 64x64 56; head_dim 128 128x64 74, 64x64 65.
+_NARROW = (
+    Tile(256, 64, 512), Tile(256, 32, 512), Tile(128, 64, 256), Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32),
+    Tile(16, 16, 32),
+)  # fmt: skip
+_WIDE = Tile(128, 32, 256), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 16, 32)
+_SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
+"""Where two warps share their rows."""
+
+
+COST = Cost(
+    product=1.8e-06,
+    weight=0.00003,
+    load=5.33e-06,
+    tile=0.1,
+    latency=1.05,
+    latency_load=0.000174,
+    copy=0.000168,
+    exposed_copy=0.0121,
+    block=4.62,
+    block_load=0.0354,
+    merge=5.87,
+    merge_split=0.0743,
+    merge_byte=3.31e-07,
+)
+
+
+def float32_cost(traits: Traits) -> Cost:
+    """Constants for the cost model."""
+    return COST
+
+
+def float32_tiles(traits: Traits, device: Device) -> list[Tile]:
+    """Tiles that fit registers and shared memory."""
+    tiles = _SHARED if _warps_per_row(traits) > 1 else _NARROW if traits.head_dim_v <= 128 else _WIDE
+    return [
+        tile
+        for tile in tiles
+        if float32_shared_memory(traits, tile) <= device.shared_memory_per_block
+        and _registers(traits, tile, device) <= min(255, 65536 // tile.num_threads)
+    ]
+
+
+def _registers(traits: Traits, tile: Tile, device: Device) -> int:
+    """Registers that a thread takes, roughly: output, scores, options, and what is beside them.
+
+    Compilers for newer devices take some more.
+    """
+    output = float32_bucket(traits.head_dim_v) // _warps_per_row(traits) * 5 // 8
+    options = 12 * (traits.num_arrays + traits.num_terms)
+    return output + tile.block_n + options + (38 if device.compute_capability <= 90 else 66)
+
+
+def float32_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+    """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
+    needed = _registers(traits, tile, device)
+    registers = 128 if needed <= 128 else 168 if needed <= 168 else 255
+    by_memory = blocks_in_shared_memory(device, float32_shared_memory(traits, tile))
+    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
