@@ -223,6 +223,23 @@ def bad(problem: dict[str, Any]) -> bool:
     return any("wrong" in result or "failed" in result for result in problem["results"])
 
 
+def error_ratios(found: dict[str, Any]) -> list[str]:
+    """For each dtype, how far everyone's rms error is from that of the naive formula at the worst, a line each."""
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
+        worst: dict[str, tuple[float, str]] = {}
+        for row in (row for row in found["rows"] if row["dtype"] == dtype):
+            rms = {error_column(result): result["rms"] for result in row["results"] if "rms" in result}
+            naive = rms.pop("naive", None)
+            for name, value in rms.items() if naive else ():
+                worst[name] = max(
+                    worst.get(name, (0.0, "")), (value / naive, f"{row['distribution']} D {row['head_dim']}")
+                )
+        shown = ", ".join(f"{name} {ratio:.2f} ({where})" for name, (ratio, where) in worst.items())
+        lines.append(f"{dtype}: {shown or 'naive has none'}")
+    return lines
+
+
 def bad_errors(report: Report) -> list[str]:
     """Where in the error table a kernel, of those that serve a call, gave no finite result, a line each."""
     return [
@@ -244,7 +261,9 @@ def summary(report: Report) -> str:
     failed = {name: report[f"{name}_failed"] for name in ("overheads", "accuracy") if f"{name}_failed" in report}
     lines += [f"  FAILED: {name}: {reason}" for name, reason in failed.items()]
     lines += [f"  NOT FINITE OR FAILED: {line}" for line in bad_errors(report)]
-    lines += [f"  SKIPPED: {line}" for line in report.get("accuracy", {}).get("skipped", [])]
+    if "accuracy" in report:
+        lines += [f"  SKIPPED: {line}" for line in report["accuracy"]["skipped"]]
+        lines += [f"  error over that of naive, at most, {line}" for line in error_ratios(report["accuracy"])]
     lines += [f"  not measured for lack of time: {name}" for name in report.get("left_out", [])]
     ours = [(p, r) for p in problems for r in p["results"] if "peer" not in r and "tflops" in r]
     for kernel in dict.fromkeys(result["kernel"] for _, result in ours):

@@ -15,6 +15,7 @@ from .report import CHOSEN, Report, column, trouble
 SWEEP = "sweep"
 """Name of the group of cases."""
 WORST = 10
+NO_MEMORY = "does not fit memory"
 
 
 class Ratio(NamedTuple):
@@ -47,18 +48,18 @@ def ratios(report: Report) -> list[Ratio]:
 def not_measured(report: Report) -> list[str]:
     """Problems for which a peer, or our own kernel, has no speed, and why; a line for each reason of each peer.
 
-    A peer that serves no problem of a dtype is named once, one whose matrices do not fit with each problem.
+    What does not fit memory is named, problem by problem; of the rest there is a count for each dtype.
     """
     reasons: dict[tuple[str, str, str], list[str]] = {}
     for problem in problems(report):
         for result in problem["results"]:
             reason = trouble(result)
             if reason is not None:
-                kind = "does not fit memory" if "memory" in reason.lower() else reason
+                kind = NO_MEMORY if "memory" in reason.lower() else reason.removeprefix("not measured: ")
                 reasons.setdefault((column(result), kind, problem["dtype"]), []).append(problem["name"])
     lines = []
     for (who, reason, dtype), names in reasons.items():
-        shown = ", ".join(names) if reason == "does not fit memory" else f"{len(names)} of {dtype}"
+        shown = ", ".join(names) if reason == NO_MEMORY else f"{len(names)} of {dtype}"
         lines.append(f"{who}, {reason}: {shown}")
     return lines
 
