@@ -19,7 +19,7 @@ from cuflash.bench.report import Report, error_ratios, error_tables, header
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 HEAD = """\
-# Errors, and where nothing is slower
+# Errors, and the sweep
 
 `python benchmarks/performance.py` writes this page from what `python benchmarks/gpu.py accuracy sweep --results
 benchmarks/results` stores. Speeds beside other libraries are in [README.md](../README.md) and the pages it names.
@@ -44,6 +44,9 @@ one. With P the exact weights, each cell has two measures, and of each the large
 - *rms*: `sqrt(mean((got - exact)^2)) / sqrt(mean(exact^2))`, over the whole result. For `value columns` and `small
   columns`, whose columns have scales of their own, it is that of the worst column.
 - *maximum*: the largest `|got - exact|_id / sum_j P_ij |v_jd|` of any element.
+
+On a GPU kernels compute the head once alone, its keys split among many blocks, and once as 512 equal heads, whose keys
+are not split, so that sums are long; the larger error counts.
 
 `naive` in bfloat16 computes in float32 on NumPy, whose products of bfloat16 are float32; CuPy has none."""
 SWEEP = """\

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -23,13 +24,16 @@ from ..problem.arrays import DTYPES, FLOAT_NAMES
 from .cases import Case, Inputs
 from .check import poisoned, to_host
 from .device import NumpyBackend
-from .measure import Peer, Request, as_array, chosen
+from .measure import Peer, Request, as_array, chosen, compile_ahead
 from .report import NOT_FINITE
 
 ACCURACY = "accuracy"
 """Name of the group that has no cases: the error table."""
 QUERIES, KEYS = 64, 4096
 HEAD_DIMS = {"gpu": (64, 128, 256), "numpy": (64, 128)}
+COPIES = {"gpu": (1, 512), "numpy": (1,)}
+"""How often kernels have the head in a call, one after the other; the larger error counts. The keys of a single head
+are split among all blocks of a GPU, so that no sum is long; those of many heads are not."""
 NAIVE = "naive"
 """Column of the formula as it is written down, in the dtype itself and on the same back end."""
 
@@ -186,6 +190,9 @@ def accuracy(backend: NumpyBackend, peers: Mapping[str, Peer], quick: bool = Fal
     """
     dims = HEAD_DIMS[backend.name][: 1 if quick else None]
     others = {name: prepare for name, prepare in peers.items() if not name.startswith(NAIVE)}
+    if backend.name == "gpu":
+        calls = product(FLOAT_NAMES, dims, COPIES[backend.name])
+        compile_ahead([_case(dtype, head_dim, copies) for dtype, head_dim, copies in calls], Request("all"))
     rows = []
     skipped = [] if WIDE_IS_WIDER else ["float64: long double is no wider than float64 on this machine"]
     for dtype in FLOAT_NAMES:
@@ -201,29 +208,40 @@ def accuracy(backend: NumpyBackend, peers: Mapping[str, Peer], quick: bool = Fal
     return {"queries": QUERIES, "keys": KEYS, "head_dims": list(dims), "rows": rows, "skipped": skipped}
 
 
+def _case(dtype: str, head_dim: int, copies: int = 1) -> Case:
+    """The problem that all distributions share."""
+    return Case(ACCURACY, dtype, copies, 1, 1, QUERIES, KEYS, head_dim, head_dim)
+
+
 def _ways(
     arrays: Arrays, backend: NumpyBackend, peers: Mapping[str, Peer]
-) -> Iterator[tuple[dict[str, Any], Callable[[], np.ndarray]]]:
-    """All that can compute some arrays, kernels first: what a result says of it, and the function that does."""
-    (queries, head_dim), keys, dtype = arrays[0].shape, len(arrays[1]), arrays[0].dtype.name
-    case = Case(ACCURACY, dtype, 1, 1, 1, queries, keys, head_dim, head_dim)
+) -> Iterator[tuple[dict[str, Any], Callable[[], list[np.ndarray]]]]:
+    """All that can compute some arrays, kernels first: what a result says of it, and the function that does.
+
+    Functions return results, (queries, head_dim), of which the worst counts.
+    """
+    case = _case(arrays[0].dtype.name, arrays[0].shape[-1])
     q, k, v = (backend.xp.asarray(x[np.newaxis, np.newaxis]) for x in arrays)
     inputs = Inputs(case, q, k, v, None)
 
-    def compute(kernel: str, precision: Precision) -> np.ndarray:
-        out = poisoned(case.shape_out, dtype, backend.xp)
-        with chosen(kernel, ""):
-            attention(q, k, v, precision=precision, out=out)
-        return to_host(out)[0, 0]
+    def compute(kernel: str, precision: Precision) -> list[np.ndarray]:
+        return [repeated(kernel, precision, copies) for copies in COPIES[backend.name]]
 
-    def ask(prepare: Peer) -> np.ndarray:
-        return to_host(as_array(prepare(inputs)(), backend))[0, 0]
+    def repeated(kernel: str, precision: Precision, copies: int) -> np.ndarray:
+        out = poisoned((copies, *case.shape_out[1:]), case.dtype, backend.xp)
+        arrays = [backend.xp.broadcast_to(x, (copies, *x.shape[1:])) for x in (q, k, v)]
+        with chosen(kernel, ""):
+            attention(*arrays, precision=precision, out=out)
+        return to_host(out[-1, 0])
+
+    def ask(prepare: Peer) -> list[np.ndarray]:
+        return [to_host(as_array(prepare(inputs)(), backend))[0, 0]]
 
     for kernel in Request("all").kernels(backend.name):
         precision = _served(kernel, inputs)
         if precision is not None:
             yield {"kernel": kernel, "precision": precision}, partial(compute, kernel, precision)
-    yield {"peer": NAIVE}, lambda: to_host(naive(q[0, 0], k[0, 0], v[0, 0]))
+    yield {"peer": NAIVE}, lambda: [to_host(naive(q[0, 0], k[0, 0], v[0, 0]))]
     for name, prepare in peers.items():
         yield {"peer": name}, partial(ask, prepare)
 
@@ -241,10 +259,11 @@ def _served(kernel: str, inputs: Inputs) -> Precision | None:
     return None
 
 
-def _measured(compute: Callable[[], np.ndarray], exact: Exact) -> dict[str, Any]:
+def _measured(compute: Callable[[], list[np.ndarray]], exact: Exact) -> dict[str, Any]:
     try:
         with np.errstate(all="ignore"):
-            found = errors(compute(), exact)
+            each = [errors(got, exact) for got in compute()]
+        found = Errors(*np.max(each, axis=0).tolist())  # NaN stays
     except Exception as refusal:  # a peer may refuse, and a library may lack products of a dtype
         first_line = next(iter(str(refusal).splitlines()), "")
         return {"refused": f"{type(refusal).__name__}: {first_line}"}

@@ -109,7 +109,7 @@ def save_sweep(report: Report, path: Path) -> None:
     least: dict[str, Any] = {}
     for ratio in ratios(report):
         least.setdefault(ratio.problem["name"], ratio)
-    lengths = sorted({ratio.problem["seqlen_q"] for ratio in least.values()})
+    lengths, head_dims = (sorted({r.problem[name] for r in least.values()}) for name in ("seqlen_q", "head_dim"))
     dtypes = list(dict.fromkeys(p["dtype"] for p in report["problems"] if p["group"] == "sweep"))
     figure = Figure(figsize=(9.5, 3.0), layout="constrained")
     panels: Any = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
@@ -123,6 +123,8 @@ def save_sweep(report: Report, path: Path) -> None:
         axes.set_title(dtype, fontsize=9)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log", base=2)
+        axes.set_xticks(head_dims, map(str, head_dims), fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("head_dim")
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("times the faster peer's speed")

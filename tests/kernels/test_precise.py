@@ -42,13 +42,18 @@ needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler 
 
 
 def assert_precise(name: str, got: np.ndarray, arrays: Arrays) -> None:
-    """Within twice what the naive formula is off by in the dtype; a single element is a matter of luck."""
+    """Within twice what the naive formula is off by in the dtype; a single element is a matter of luck.
+
+    Where the maximum of a row jumps, one exponential rescales all keys before: its error doesn't average out as those
+    of naive weights do, which shows in float64 over 5000 keys.
+    """
     if got.dtype == np.float64 and not WIDE_IS_WIDER:
         pytest.skip("long double is no wider than double here")
     eps = float(np.finfo(got.dtype).eps)
     exact = exact_result(name, arrays)
     ours, bound = errors(got, exact), errors(naive(*arrays), exact)
-    assert ours.rms <= max(2 * bound.rms, 1.35 * eps)
+    factor = 3 if (name, got.dtype) == ("dominating key", np.float64) else 2
+    assert ours.rms <= max(factor * bound.rms, 1.35 * eps)
     assert ours.maximum <= max(4 * bound.maximum, 4 * eps)
     assert name not in PLAIN or ours.rms <= 5 * eps
 
@@ -63,15 +68,18 @@ def test_emulated(kernel: str, dtype: str, name: str) -> None:
 
 @pytest.mark.gpu
 @distributions
+@pytest.mark.parametrize("copies", [1, 512])
 @pytest.mark.parametrize("head_dim", [32, 128, 256])
 @rows
-def test_on_a_gpu(kernel: str, dtype: str, head_dim: int, name: str) -> None:
+def test_on_a_gpu(kernel: str, dtype: str, head_dim: int, copies: int, name: str) -> None:
+    """The keys of one head are split among many blocks; those of many heads, here the same one again, are not."""
     import cupy
 
     arrays = draw(name, dtype, 40, 5000, head_dim)
     try:
         with cuflash.options(kernel=kernel):
-            got = cuflash.attention(*map(cupy.asarray, arrays), precision="ieee")
+            on_device = (cupy.broadcast_to(cupy.asarray(x), (copies, *x.shape)) for x in arrays)
+            got = cuflash.attention(*on_device, precision="ieee")[-1]
     except ValueError as refusal:
         assert "cannot serve this call" in str(refusal)
         pytest.skip(str(refusal))
