@@ -11,8 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.bench import sweep
-from cuflash.bench.accuracy import DECADES, DISTRIBUTIONS, FAR_BELOW
+from cuflash.bench import accuracy, cases, sweep
 from cuflash.bench.plot import save_errors, save_sweep
 from cuflash.bench.report import Report, error_ratios, error_tables, header
 
@@ -32,30 +31,30 @@ benchmarks/results` stores. Speeds beside other libraries are in [README.md](../
 |---|---|
 {distributions}
 
-Powers of ten have exponents from -{most} to {most}, in float16 from -{least} to {least}. "Far below" is {far:g}, in
-float16 {near:g}. What is not mentioned is unit normal."""
+Powers of ten have exponents from -d to d, those of queries from -2 d to 1 - d; d is {most}, in float16 {least}. "Far
+below" is {far:g}, in float16 {near:g}. What is not mentioned is unit normal."""
 METHOD = """\
 Each distribution of q, k and v is drawn once, rounded to the dtype, and given to every kernel of the table that takes
 the dtype, to the formula as one writes it down (`naive`, in the dtype itself and by the same library: NumPy or CuPy),
-and to PyTorch and cuDNN where they are installed: one head, 64 queries and 4096 keys. The exact result is that of the
-rounded arrays, in float64; for float64 it is computed in NumPy's long double of 64 bits and more, on machines that have
-one. With P the exact weights, each cell has two measures, and of each the largest over the head dimensions:
+and to PyTorch and cuDNN where they are installed: one head, {queries} queries and {keys} keys. The exact result is that
+of the rounded arrays, in float64; for float64 it is computed in NumPy's long double of 64 bits and more, on machines
+that have one. With P the exact weights, each cell has two measures, and of each the largest over the head dimensions:
 
 - *rms*: `sqrt(mean((got - exact)^2)) / sqrt(mean(exact^2))`, over the whole result. For `value columns` and `small
   columns`, whose columns have scales of their own, it is that of the worst column.
 - *maximum*: the largest `|got - exact|_id / sum_j P_ij |v_jd|` of any element.
 
-On a GPU kernels compute the head once alone, its keys split among many blocks, and once as 512 equal heads, whose keys
-are not split, so that sums are long; the larger error counts.
+On a GPU kernels compute the head once alone, its keys split among many blocks, and once as {copies} equal heads, whose
+keys are not split, so that sums are long; the larger error counts.
 
 `naive` in bfloat16 computes in float32 on NumPy, whose products of bfloat16 are float32; CuPy has none."""
 SWEEP = """\
 ## The sweep
 
-In every dtype, head dimensions from 8 to 512 and lengths from 512 to 16384, of one head or of as many as fit (2^31
-scores and 2^24 elements of an array at most, 256 heads), full and causal. Each is compared with naive CuPy and
-PyTorch's math back end, which keep all scores in memory. A ratio is the time of the faster one over that of cuflash:
-above 1, cuflash is faster."""
+In every dtype, head dimensions of {head_dims} and lengths of {lengths}, of one head or of as many as fit ({scores:.1e}
+scores, {elements:.1e} elements of an array, {heads} heads at most), full and causal: {count} problems. They are
+compared with naive CuPy and PyTorch's math back end, which keep all scores in memory. A ratio is the time of one of
+them over that of cuflash: above 1, cuflash is faster."""
 
 MISSING = "No {what} is stored: `python benchmarks/gpu.py {step} --results benchmarks/results` measures it, on a GPU."
 
@@ -101,19 +100,27 @@ def sweep_of(path: Path, report: Report) -> str:
 def text(errors: dict[Path, Report], sweeps: dict[Path, Report]) -> str:
     """The page."""
     head = HEAD.format(
-        method=METHOD,
-        distributions="\n".join(f"| {name} | {found.meaning} |" for name, found in DISTRIBUTIONS.items()),
-        most=DECADES["float32"],
-        least=DECADES["float16"],
-        far=FAR_BELOW["float32"],
-        near=FAR_BELOW["float16"],
+        method=METHOD.format(queries=accuracy.QUERIES, keys=accuracy.KEYS, copies=max(accuracy.COPIES["gpu"])),
+        distributions="\n".join(f"| {name} | {found.meaning} |" for name, found in accuracy.DISTRIBUTIONS.items()),
+        most=accuracy.DECADES["float32"],
+        least=accuracy.DECADES["float16"],
+        far=accuracy.FAR_BELOW["float32"],
+        near=accuracy.FAR_BELOW["float16"],
     )
+    comparison = SWEEP.format(
+        head_dims=", ".join(map(str, cases.SWEEP_HEAD_DIMS)),
+        lengths=", ".join(map(str, cases.SWEEP_LENGTHS)),
+        scores=cases.SWEEP_SCORES,
+        elements=cases.SWEEP_ELEMENTS,
+        heads=cases.SWEEP_HEADS,
+        count=len(cases.GROUPS[sweep.SWEEP]),
+    )
+    tables = [errors_of(path, report) for path, report in errors.items()]
+    if not any(report["backend"] == "gpu" for report in errors.values()):
+        tables.append(MISSING.format(what="error table of a GPU", step="accuracy"))
     shown = [sweep_of(path, report) for path, report in sweeps.items()]
-    missing = (
-        "No sweep is stored: `python benchmarks/gpu.py sweep --results benchmarks/results`, on a GPU, measures it."
-    )
-    parts = [head, *(errors_of(path, report) for path, report in errors.items()), SWEEP.strip(), *(shown or [missing])]
-    return "\n\n".join(parts) + "\n"
+    missing = MISSING.format(what="sweep", step="sweep")
+    return "\n\n".join([head, *tables, comparison, *(shown or [missing])]) + "\n"
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash.bench import accuracy, plot, sweep
 from cuflash.bench import command as bench
 from cuflash.bench import report as reports
@@ -45,6 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accuracy, "QUERIES", 8)
     monkeypatch.setattr(accuracy, "KEYS", 100)
     monkeypatch.setattr(accuracy, "HEAD_DIMS", {"numpy": (16, 24)})
+    monkeypatch.setattr(accuracy, "COPIES", {"gpu": (1, 2), "numpy": (1, 2)})
 
 
 def measured(**peers: Any) -> reports.Report:
@@ -125,6 +127,17 @@ def test_kernel_that_fails_is_a_failure(small: None, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(bench, "accuracy", lambda *arguments: 1 / 0)
     report = measured()
     assert bench.status(report) == 1 and "FAILED: accuracy: ZeroDivisionError" in reports.summary(report)
+
+
+def test_the_larger_error_of_one_head_and_of_many_counts(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoils_many(q: Any, *arrays: Any, out: Any, **options: Any) -> None:
+        out[...] = cuflash.attention(q, *arrays, **options)
+        out *= out.dtype.type(1 if len(q) == 1 else 1.25)
+
+    monkeypatch.setattr(accuracy, "_served", lambda kernel, inputs: "ieee")
+    monkeypatch.setattr(accuracy, "attention", spoils_many)
+    found = accuracy.accuracy(NumpyBackend(), {}, quick=True)
+    assert all(row["results"][0]["rms"] > 0.2 > row["results"][1]["rms"] for row in found["rows"])
 
 
 def test_peers_that_refuse_and_that_overflow(small: None) -> None:
