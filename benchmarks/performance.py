@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -49,8 +51,6 @@ keys are not split, so that sums are long; the larger error counts.
 
 `naive` in bfloat16 computes in float32 on NumPy, whose products of bfloat16 are float32; CuPy has none."""
 SWEEP = """\
-## The sweep
-
 In every dtype, head dimensions of {head_dims} and lengths of {lengths}, of one head or of as many as fit ({scores:.1e}
 scores, {elements:.1e} elements of an array, {heads} heads at most), full and causal: {count} problems. They are
 compared with naive CuPy and PyTorch's math back end, which keep all scores in memory. A ratio is the time of one of
@@ -63,6 +63,11 @@ def read(kind: str, folder: Path = RESULTS) -> dict[Path, Report]:
     """Return the stored reports of a kind, "accuracy" or "sweep", those of GPUs first."""
     reports = {path: json.loads(path.read_text()) for path in sorted((folder / kind).glob("*.json"))}
     return dict(sorted(reports.items(), key=lambda item: item[1]["backend"] != "gpu"))
+
+
+def paragraph(words: str, **values: Any) -> str:
+    """Fill in values, and break lines anew."""
+    return textwrap.fill(words.format(**values), 120, break_on_hyphens=False)
 
 
 def machine(report: Report) -> str:
@@ -107,7 +112,8 @@ def text(errors: dict[Path, Report], sweeps: dict[Path, Report]) -> str:
         far=accuracy.FAR_BELOW["float32"],
         near=accuracy.FAR_BELOW["float16"],
     )
-    comparison = SWEEP.format(
+    comparison = paragraph(
+        SWEEP,
         head_dims=", ".join(map(str, cases.SWEEP_HEAD_DIMS)),
         lengths=", ".join(map(str, cases.SWEEP_LENGTHS)),
         scores=cases.SWEEP_SCORES,
@@ -117,10 +123,10 @@ def text(errors: dict[Path, Report], sweeps: dict[Path, Report]) -> str:
     )
     tables = [errors_of(path, report) for path, report in errors.items()]
     if not any(report["backend"] == "gpu" for report in errors.values()):
-        tables.append(MISSING.format(what="error table of a GPU", step="accuracy"))
+        tables.append(paragraph(MISSING, what="error table of a GPU", step="accuracy"))
     shown = [sweep_of(path, report) for path, report in sweeps.items()]
-    missing = MISSING.format(what="sweep", step="sweep")
-    return "\n\n".join([head, *tables, comparison, *(shown or [missing])]) + "\n"
+    missing = paragraph(MISSING, what="sweep", step="sweep")
+    return "\n\n".join([head, *tables, "## The sweep", comparison, *(shown or [missing])]) + "\n"
 
 
 def main() -> int:
