@@ -1,9 +1,11 @@
 """Everything that needs a GPU, in one run: tests, sanitizers, benchmarks; the summary comes last.
 
-python benchmarks/gpu.py [tests] [sanitize] [bench] [--quick] [--logs FOLDER] [--results FOLDER]
+python benchmarks/gpu.py [tests] [sanitize] [bench] [accuracy] [sweep] [--quick] [--logs FOLDER] [--results FOLDER]
 
-The benchmark measures the GPU, then the NumPy back end on two cores, so that both results are of the same sources.
-`--results benchmarks/results` replaces those of the README; `python benchmarks/readme.py` shows them.
+The benchmark measures the GPU, then the NumPy back end on two cores, so that both results are of the same sources; so
+does `accuracy`, the error table; `sweep` compares the GPU with naive CuPy and PyTorch's math on many sizes.
+`--results benchmarks/results` replaces what is stored; `python benchmarks/readme.py` and `python
+benchmarks/performance.py` show it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ from cuflash.plan.table import KERNELS
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--thorough", "tests", "-m"]
 BENCH = [sys.executable, "-m", "cuflash", "bench", "--peers", str(ROOT / "benchmarks" / "peers.py")]
+RUNS = {
+    "bench": (["gpu", "numpy"], []),
+    "accuracy": (["gpu", "numpy"], ["--group", "accuracy"]),
+    "sweep": (["gpu"], ["--group", "sweep", "--only-peers", "naive", "math"]),
+}
+"""By step: back ends that are measured, and options of the benchmark. All but the first have folders of their own."""
 CPU_THREADS = 2
 """Cores for the NumPy back end, so that machines of any size can be compared."""
 
@@ -43,7 +51,7 @@ def _finish(name: str, started: tuple[subprocess.Popen[bytes], Path], begin: flo
     process, log = started
     status = process.wait()
     lines = log.read_text(errors="replace").strip().splitlines()
-    if name.startswith("bench") and "summary:" in lines:
+    if name.partition("-")[0] in RUNS and "summary:" in lines:
         shown = lines[len(lines) - 1 - lines[::-1].index("summary:") :]
     else:
         shown = lines[-1:] if status == 0 else lines[-25:]
@@ -65,19 +73,19 @@ def few_cores(count: int) -> set[int]:
     return set([*first, *second][:count])
 
 
-def bench_gpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
+def bench_gpu(step: str, results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
     """Measure the GPU back end and store the results under the GPU's name."""
     begin = time.perf_counter()
     stored = results / "gpu.json"
     command = [*BENCH, "--backend", "gpu", "--json", str(stored), *options]
-    finished = _finish("bench-gpu", _run("bench-gpu", command, logs), begin)
+    finished = _finish(f"{step}-gpu", _run(f"{step}-gpu", command, logs), begin)
     if stored.is_file():
         model = json.loads(stored.read_text())["device"].split()[-1].lower()
         stored.replace(results / f"{model}.json")
     return finished
 
 
-def bench_cpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
+def bench_cpu(step: str, results: Path, logs: Path, options: list[str]) -> tuple[bool, str]:
     """Measure the NumPy back end, and its peers, on `CPU_THREADS` cores."""
     begin = time.perf_counter()
     command = [*BENCH, "--backend", "numpy", "--json", str(results / "cpu.json")]
@@ -86,16 +94,16 @@ def bench_cpu(results: Path, logs: Path, options: list[str]) -> tuple[bool, str]
     os.sched_setaffinity(0, few_cores(CPU_THREADS))
     variables = {"CUFLASH_NUM_THREADS": str(CPU_THREADS), "CUFLASH_COMPILE": "lazy"}
     try:
-        started = _run("bench-cpu", [*command, *options], logs, variables)
+        started = _run(f"{step}-cpu", [*command, *options], logs, variables)
     finally:
         os.sched_setaffinity(0, usable)
-    return _finish("bench-cpu", started, begin)
+    return _finish(f"{step}-cpu", started, begin)
 
 
 def main() -> int:
     """Run the steps; exit status 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("steps", nargs="*", help="tests, sanitize, bench (default: all)")
+    parser.add_argument("steps", nargs="*", help=f"tests, sanitize, {', '.join(RUNS)} (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer problems in the benchmark")
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder for the full output")
     parser.add_argument("--results", type=Path, help="folder for what the benchmark stores; default: that of the logs")
@@ -104,7 +112,7 @@ def main() -> int:
     parser.add_argument("--kernels", nargs="*", default=[spec.name for spec in KERNELS], help="for the sanitizer")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
     arguments = parser.parse_args()
-    steps = arguments.steps or ["tests", "sanitize", "bench"]
+    steps = arguments.steps or ["tests", "sanitize", *RUNS]
     logs = arguments.logs.resolve()  # the steps run in another folder
     logs.mkdir(parents=True, exist_ok=True)
     results = (arguments.results or logs).resolve()
@@ -131,9 +139,13 @@ def main() -> int:
                 started[label] = _run(label, [tool, "--tool", name, "--error-exitcode", "1", *run], logs)
             summary += [_finish(label, process, begin) for label, process in started.items()]
         else:
-            options = ["--quick"] if arguments.quick else []
+            backends, options = RUNS[step]
+            folder = results if step == "bench" else results / step
+            folder.mkdir(exist_ok=True)
             benches = {"gpu": bench_gpu, "numpy": bench_cpu}
-            summary += [benches[name](results, logs, options) for name in arguments.backends]
+            for name in (name for name in arguments.backends if name in backends):
+                quick = ["--quick"] if arguments.quick else []
+                summary.append(benches[name](step, folder, logs, [*options, *quick]))
     print("\n".join(text for _, text in summary))
     return 0 if all(good for good, _ in summary) else 1
 

@@ -120,7 +120,7 @@ def attention(
         One more logit per head that enlarges the denominator only; the lse includes it.
     precision : {None, "ieee", "tf32"}, optional
         "ieee": the error of the dtype itself. "tf32" (float32 only) allows TF32 tensor cores. None: "ieee", or "tf32"
-        if the environment has ``CUPY_TF32=1``.
+        if the environment has ``CUPY_TF32=1`` when cuflash is imported.
     return_lse : bool, optional
         Also return the log-sum-exp of the scores.
     out : array, shape (..., Hq, Nq, Dv), optional

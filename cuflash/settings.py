@@ -65,8 +65,10 @@ class Settings(NamedTuple):
     log: bool
 
 
-FLOAT32_PRECISION = "tf32" if os.environ.get("CUPY_TF32") == "1" else "ieee"
-"""What `precision=None` means for float32: CuPy's own switch, read once, as it decides which launches can be reused."""
+_CUPY_TF32 = os.environ.get("CUPY_TF32", "0").strip()
+FLOAT32_PRECISION = "tf32" if _CUPY_TF32.isdecimal() and int(_CUPY_TF32) > 0 else "ieee"
+"""What `precision=None` means for float32: CuPy's own switch, 1 or any positive number, which its products read once
+as well; here it is read at import, as it decides which launches can be reused."""
 AUTOMATIC = Settings("", "", False)
 """What holds when nobody has set anything."""
 ENVIRONMENT = Settings(read("CUFLASH_KERNEL"), read("CUFLASH_TILE"), read("CUFLASH_LOG") not in ("", "0"))

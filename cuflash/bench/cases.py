@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
+from ..problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 
 Window = tuple[int | None, int | None]
 
@@ -214,6 +214,31 @@ def _small() -> list[Case]:
     return [case for case in cases if case.seqlen_q > 1 or not case.causal]
 
 
+SWEEP_HEAD_DIMS = (8, 16, 32, 64, 128, 256, 512)
+SWEEP_LENGTHS = (512, 1024, 2048, 4096, 16384)
+SWEEP_SCORES, SWEEP_ELEMENTS, SWEEP_HEADS = 2**31, 2**24, 256
+"""Limits for many heads: a score matrix of 17 GB in float64, of which naive and PyTorch hold a few, an array of 128 MB,
+and enough heads to fill any GPU."""
+
+
+def _sweep() -> list[Case]:
+    """From small to large in every dtype, one head or many, full or causal.
+
+    For each head_dim and length every dtype has one of the four, so that each head_dim and each length has all.
+    """
+    cases = []
+    variants = ((False, False), (True, True), (False, True), (True, False))
+    for t, dtype in enumerate(FLOAT_NAMES):
+        for i, head_dim in enumerate(SWEEP_HEAD_DIMS):
+            for j, seqlen in enumerate(SWEEP_LENGTHS):
+                many, causal = variants[(t + i + j) % 4]
+                most = min(SWEEP_HEADS, SWEEP_SCORES // seqlen**2, SWEEP_ELEMENTS // (seqlen * head_dim))
+                count = most if many else 1
+                heads = min(count, 8)
+                cases.append(_square("sweep", dtype, heads, seqlen, head_dim, count // heads, causal=causal))
+    return cases
+
+
 GROUPS: dict[str, list[Case]] = {
     "float32": _wide("float32") + _MORE_FLOAT32,
     "float64": _wide("float64"),
@@ -224,6 +249,7 @@ GROUPS: dict[str, list[Case]] = {
     "drift": _drift(),
     "cpu": _cpu(),
     "small": _small(),
+    "sweep": _sweep(),
 }
 """The table, by name of the group."""
 
@@ -231,10 +257,10 @@ OVERHEADS = "overheads"
 """Name of the group that has no cases: import, host time per call, compile time, memory."""
 
 DEFAULT_GROUPS = {
-    "gpu": [*(name for name in GROUPS if name not in ("cpu", "small")), OVERHEADS],
+    "gpu": [*(name for name in GROUPS if name not in ("cpu", "small", "sweep")), OVERHEADS],
     "numpy": ["cpu", "small", "drift", OVERHEADS],
 }
-"""What is measured when nothing is chosen, by back end."""
+"""What is measured when nothing is chosen, by back end; the sweep and the error table are runs of their own."""
 
 QUICK_FLOPS = {"gpu": 3 * 10**11, "numpy": 6 * 10**9}
 """Largest case of a quick run: a fraction of a second for the slowest kernel."""

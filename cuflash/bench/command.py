@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,8 @@ from ..problem.describe import describe_attention
 from ..settings import num_threads
 from . import cases as case_table
 from . import report as reports
+from . import sweep
+from .accuracy import ACCURACY, accuracy
 from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, stand_ins
 from .device import GpuBackend, NumpyBackend, measure_limits
 from .measure import Peer, Request, compile_ahead, measure
@@ -49,7 +51,7 @@ class Peers(NamedTuple):
     versions: Callable[[], dict[str, str]] | None = None
 
 
-def load_peers(source: str | None, backend: str) -> Peers:
+def load_peers(source: str | None, backend: str, words: Collection[str] | None = None) -> Peers:
     """Find other libraries to compare with.
 
     Parameters
@@ -59,6 +61,8 @@ def load_peers(source: str | None, backend: str) -> Peers:
         `Peer`; maybe with ``small_calls(q)`` (see `overheads.SmallCalls`), ``release()``, which gives unused memory
         back and is called behind each problem, and ``versions()`` of what it has imported. None, "none": no peers.
     backend : {"gpu", "numpy"}
+    words : collection of str, optional
+        Only peers whose names contain one of them.
 
     Raises
     ------
@@ -78,7 +82,9 @@ def load_peers(source: str | None, backend: str) -> Peers:
         else:
             module = importlib.import_module(str(source))
         extras = {name: getattr(module, name, None) for name in ("small_calls", "release", "versions")}
-        return Peers(dict(module.peers(backend)), **extras)
+        table = dict(module.peers(backend))
+        chosen = {name: peer for name, peer in table.items() if words is None or any(word in name for word in words)}
+        return Peers(chosen, **extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
 
@@ -98,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--backend", choices=("gpu", "numpy"), help="default: gpu if there is one")
     parser.add_argument("--quick", action="store_true", help="a few problems, three repeats, 30 seconds in all")
-    parser.add_argument("--group", nargs="+", choices=(*GROUPS, OVERHEADS), help="parts of the table")
+    parser.add_argument("--group", nargs="+", choices=(*GROUPS, OVERHEADS, ACCURACY), help="parts of the table")
     parser.add_argument("--kernel", default="", choices=(*kernel_names(), "all"), help="default: automatic choice")
     parser.add_argument("--tile", default="", help="such as 64x64; default: automatic choice")
     parser.add_argument(
@@ -109,6 +115,9 @@ def make_parser() -> argparse.ArgumentParser:
         "--peers",
         metavar="FILE_OR_MODULE",
         help="other libraries, such as benchmarks/peers.py of the repository; default: none",
+    )
+    parser.add_argument(
+        "--only-peers", nargs="+", metavar="WORD", help="peers whose names contain one of these; default: all"
     )
     shape = parser.add_argument_group("one problem instead of the table")
     shape.add_argument("--batch", type=_positive, help="default: 1")
@@ -140,16 +149,16 @@ def single_case(arguments: argparse.Namespace, backend: str) -> Case:
     return case
 
 
-def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[Case], bool]:
-    """Return the problems to measure, and whether the overheads are measured too."""
+def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[Case], set[str]]:
+    """Return the problems to measure, and the names of what is measured without problems: overheads, accuracy."""
     if any(getattr(arguments, name) is not None for name in SHAPE_OPTIONS):
         if arguments.group:
             raise ValueError("--group chooses from the table, the shape options measure one problem: give one of them")
-        return [single_case(arguments, backend)], False
+        return [single_case(arguments, backend)], set()
     names = arguments.group or DEFAULT_GROUPS[backend]
-    groups = [GROUPS[name] for name in names if name != OVERHEADS]
+    groups = [GROUPS[name] for name in names if name in GROUPS]
     cases = case_table.quick(groups, backend) if arguments.quick else [case for group in groups for case in group]
-    return cases, OVERHEADS in names
+    return cases, {OVERHEADS, ACCURACY} & set(names)
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
@@ -164,7 +173,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 def run(
     cases: list[Case],
-    with_overheads: bool,
+    extras: Collection[str],
     backend: NumpyBackend,
     request: Request,
     peers: Peers,
@@ -176,7 +185,8 @@ def run(
     Parameters
     ----------
     cases : list of Case
-    with_overheads : bool
+    extras : collection of str
+        What is measured beside them: `OVERHEADS`, `ACCURACY`.
     backend : NumpyBackend
         Or `GpuBackend`.
     request : Request
@@ -213,11 +223,15 @@ def run(
         if peers.release is not None:
             peers.release()
         write_json(report, stored)
-    if with_overheads:
+    measurements: dict[str, Callable[[bool], Any]] = {
+        OVERHEADS: lambda quick: overheads(backend, peers.small_calls, quick),
+        ACCURACY: lambda quick: accuracy(backend, peers.table, quick),
+    }
+    for name in filter(extras.__contains__, measurements):
         try:
-            report["overheads"] = overheads(backend, peers.small_calls, deadline is not None)
+            report[name] = measurements[name](deadline is not None)
         except Exception as error:  # what was measured before is not lost
-            report["overheads_failed"] = f"{type(error).__name__}: {error}"
+            report[f"{name}_failed"] = f"{type(error).__name__}: {error}"
     if peers.versions is not None:  # of what has been imported meanwhile
         report["versions"] |= peers.versions()
     return report
@@ -250,19 +264,21 @@ def main(args: list[str]) -> int:
         choose_backend("numpy" if name == "numpy" else "cupy")
         check_outputs(arguments)
         options(tile=arguments.tile)  # refuses what is no tile
-        cases, with_overheads = choose_cases(arguments, name)
-        peers = load_peers(arguments.peers, name)
+        cases, extras = choose_cases(arguments, name)
+        peers = load_peers(arguments.peers, name, arguments.only_peers)
     except (RuntimeError, TypeError, ValueError) as error:
         parser.error(str(error))
     repeats = arguments.repeats or (QUICK_REPEATS if arguments.quick else Request().repeats)
     request = Request(arguments.kernel, arguments.tile, repeats, not arguments.no_verify)
     backend = GpuBackend() if name == "gpu" else NumpyBackend()
     deadline = begin + QUICK_SECONDS if arguments.quick else None
-    report = run(cases, with_overheads, backend, request, peers, deadline, arguments.json)
+    report = run(cases, extras, backend, request, peers, deadline, arguments.json)
     write(report, arguments)
-    if report["problems"] or "overheads" in report:
+    if report["problems"] or extras & set(report):
         print(f"\n{reports.markdown(report)}")
     print(f"\n{reports.summary(report)}")
+    if sweep.problems(report):
+        print(sweep.summary(report))
     return status(report)
 
 
@@ -273,4 +289,5 @@ def status(report: reports.Report) -> int:
     if problems and not served:
         print("nothing was measured: no kernel serves these problems", file=sys.stderr)
         return 1
-    return 1 if any(map(reports.bad, problems)) or "overheads_failed" in report else 0
+    failed = any(f"{name}_failed" in report for name in (OVERHEADS, ACCURACY))
+    return 1 if failed or reports.bad_errors(report) or any(map(reports.bad, problems)) else 0

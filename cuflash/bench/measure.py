@@ -162,13 +162,17 @@ def _measure_peer(
         return {"refused": f"{type(refusal).__name__}: {first_line}"}
 
 
+def as_array(out: Any, backend: NumpyBackend) -> Any:
+    """Read a peer's result by the back end's library."""
+    return out if isinstance(out, backend.xp.ndarray) else backend.xp.from_dlpack(out)
+
+
 def _peer_error(out: Any, exact: Exact, backend: NumpyBackend) -> dict[str, Any]:
     """Error of a peer's result; nothing where the back end's library cannot read it."""
-    if not isinstance(out, backend.xp.ndarray):
-        try:
-            out = backend.xp.from_dlpack(out)
-        except Exception:  # NumPy knows no bfloat16 from other libraries
-            return {}
+    try:
+        out = as_array(out, backend)
+    except Exception:  # NumPy knows no bfloat16 from other libraries
+        return {}
     verdict = check(exact, out, backend.xp)
     if not math.isfinite(verdict.mse):
         raise ValueError("the result is not finite")

@@ -1,11 +1,12 @@
-"""Pictures of what `python -m cuflash bench` measured: speed against sequence length, and errors; the README's plot."""
+"""Pictures of what `python -m cuflash bench` measured: speeds, errors, the sweep; those of README.md and of docs/."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .report import Report, column, columns
+from .report import Report, column, columns, error_column
+from .sweep import ratios
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,22 +58,88 @@ AXIS_LABELS = {"seqlen_q": "tokens", "head_dim": "head_dim"}
 
 def save_overview(report: Report, path: Path) -> None:
     """Draw the README's plot: causal self-attention in three dtypes; the same file from the same report."""
-    import matplotlib
     from matplotlib.figure import Figure
 
     causal = [p for p in report["problems"] if p["group"] == p["dtype"] and _is_plain(p) and p["causal"]]
     names = columns(causal)
+    figure = Figure(figsize=(9.5, 3.0), layout="constrained")
+    for axes, (dtype, along, fixed, value) in zip(figure.subplots(1, len(OVERVIEW)), OVERVIEW, strict=True):
+        shown = [p for p in causal if p["dtype"] == dtype and p[fixed] == value]
+        _draw_speeds(axes, shown, names, f"{dtype}, {AXIS_LABELS[fixed]} = {value}, causal", along)
+        axes.set_xlabel(AXIS_LABELS[along])
+        axes.set_ylim(0)
+    figure.axes[0].set_ylabel("speed (TFLOP/s)")
+    figure.suptitle(f"cuflash on {report['device']}", fontsize=10)
+    _save_svg(figure, report, path)
+
+
+def save_errors(report: Report, path: Path) -> None:
+    """Draw the error table, a panel for each dtype: the rms error, largest over head dimensions, by distribution."""
+    from matplotlib.figure import Figure
+
+    rows = report["accuracy"]["rows"]
+    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
+    distributions = list(dict.fromkeys(row["distribution"] for row in rows))
+    results = [result for row in rows for result in row["results"] if "rms" in result]
+    names = list(dict.fromkeys(map(error_column, results)))
+    figure = Figure(figsize=(9.5, 6.0), layout="constrained")
+    for axes, dtype in zip(figure.subplots(2, 2, sharex=True).flat, dtypes, strict=False):
+        for place, name in enumerate(names):
+            largest: dict[int, float] = {}
+            for row in (row for row in rows if row["dtype"] == dtype):
+                at = distributions.index(row["distribution"])
+                found = [result.get("rms", 0.0) for result in row["results"] if error_column(result) == name]
+                largest[at] = max([largest.get(at, 0.0), *found])
+            points = {at + 0.5 * ((place + 0.5) / len(names) - 0.5): rms for at, rms in largest.items() if rms}
+            style = _style(names, name) | {"linestyle": "none"}
+            axes.plot(list(points), list(points.values()), label=name, **style)
+        axes.set_title(dtype, fontsize=9)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(distributions)), distributions, rotation=60, ha="right", fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.supylabel("rms error, relative", fontsize=10)
+    figure.suptitle(f"errors on {report['device']}", fontsize=10)
+    _save_svg(figure, report, path)
+
+
+def save_sweep(report: Report, path: Path) -> None:
+    """Draw the sweep, a panel for each dtype: the least ratio of a problem to its peers against head_dim."""
+    from matplotlib.figure import Figure
+
+    least: dict[str, Any] = {}
+    for ratio in ratios(report):
+        least.setdefault(ratio.problem["name"], ratio)
+    lengths, head_dims = (sorted({r.problem[name] for r in least.values()}) for name in ("seqlen_q", "head_dim"))
+    dtypes = list(dict.fromkeys(p["dtype"] for p in report["problems"] if p["group"] == "sweep"))
+    figure = Figure(figsize=(9.5, 3.0), layout="constrained")
+    panels: Any = figure.subplots(1, len(dtypes), sharey=True, squeeze=False)[0]
+    for axes, dtype in zip(panels, dtypes, strict=True):
+        for length in lengths:
+            of_length = [r for r in least.values() if (r.problem["dtype"], r.problem["seqlen_q"]) == (dtype, length)]
+            points = dict(sorted((r.problem["head_dim"], r.ratio) for r in of_length))
+            style = _style([f"N {n}" for n in lengths], f"N {length}")
+            axes.plot(list(points), list(points.values()), "-", label=f"N {length}", **style)
+        axes.axhline(1.0, color="black", linewidth=1)
+        axes.set_title(dtype, fontsize=9)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(head_dims, map(str, head_dims), fontsize=8)
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("head_dim")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("times the faster peer's speed")
+    figure.suptitle(f"cuflash on {report['device']}", fontsize=10)
+    _save_svg(figure, report, path)
+
+
+def _save_svg(figure: Figure, report: Report, path: Path) -> None:
+    """Put a legend below the panels, and write the same file for the same report."""
+    import matplotlib
+
+    lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
+    lines = {label: line for label, line in lines.items() if not label.startswith("_")}
+    figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=min(len(lines), 8), fontsize=8)
     with matplotlib.rc_context({"svg.hashsalt": "cuflash", "svg.fonttype": "none"}):
-        figure = Figure(figsize=(9.5, 3.0), layout="constrained")
-        for axes, (dtype, along, fixed, value) in zip(figure.subplots(1, len(OVERVIEW)), OVERVIEW, strict=True):
-            shown = [p for p in causal if p["dtype"] == dtype and p[fixed] == value]
-            _draw_speeds(axes, shown, names, f"{dtype}, {AXIS_LABELS[fixed]} = {value}, causal", along)
-            axes.set_xlabel(AXIS_LABELS[along])
-            axes.set_ylim(0)
-        figure.axes[0].set_ylabel("speed (TFLOP/s)")
-        lines = {str(line.get_label()): line for axes in figure.axes for line in axes.lines}
-        figure.legend(list(lines.values()), list(lines), loc="outside lower center", ncols=len(lines), fontsize=8)
-        figure.suptitle(f"cuflash on {report['device']}", fontsize=10)
         figure.savefig(path, metadata={"Date": None, "Description": describe(report)})
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 Report = dict[str, Any]
 """What `--json` stores: backend, device, versions, limits, problems (see `measure`), overheads, notes."""
+NOT_FINITE = "not finite"
+"""Why there is no error of a result that has NaN or infinite elements."""
 CHOSEN = "cuflash"
 """Column of the kernels that were chosen automatically."""
 
@@ -161,6 +163,38 @@ def overhead_tables(found: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
+def _error_cell(results: list[dict[str, Any]]) -> str:
+    """The two errors of one column, the largest over head dimensions."""
+    if any(result.get("refused") == NOT_FINITE for result in results):
+        return NOT_FINITE
+    measured = [result for result in results if "rms" in result]
+    return " / ".join(f"{max(r[name] for r in measured):.1e}" for name in ("rms", "maximum")) if measured else "-"
+
+
+def error_column(result: dict[str, Any]) -> str:
+    """Name of what an error was measured of."""
+    return column(result) + (", tf32" if result.get("precision") == "tf32" else "")
+
+
+def error_tables(found: dict[str, Any]) -> dict[str, str]:
+    """Markdown of the error table by dtype: a line per distribution, of each kernel and peer `rms / maximum`."""
+    tables = {}
+    for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
+        rows = [row for row in found["rows"] if row["dtype"] == dtype]
+        # Who serves no call of the dtype says nothing.
+        measured = (
+            result for row in rows for result in row["results"] if result.get("refused", NOT_FINITE) == NOT_FINITE
+        )
+        names = list(dict.fromkeys(map(error_column, measured)))
+        lines = [f"| {dtype}: rms / maximum | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+        for distribution in dict.fromkeys(row["distribution"] for row in rows):
+            found_here = [r for row in rows if row["distribution"] == distribution for r in row["results"]]
+            cells = [_error_cell([result for result in found_here if error_column(result) == name]) for name in names]
+            lines.append(f"| {distribution} | {' | '.join(cells)} |")
+        tables[dtype] = "\n".join(lines)
+    return tables
+
+
 def markdown(report: Report, keep: Callable[[dict[str, Any]], bool] = lambda problem: True) -> str:
     """The whole report as Markdown, a table for each group.
 
@@ -179,12 +213,41 @@ def markdown(report: Report, keep: Callable[[dict[str, Any]], bool] = lambda pro
         parts.append(table([problem for problem in problems if problem["group"] == group]))
     if "overheads" in report:
         parts.append(overhead_tables(report["overheads"]))
+    if "accuracy" in report:
+        parts += error_tables(report["accuracy"]).values()
     return "\n\n".join(parts + report.get("notes", []))
 
 
 def bad(problem: dict[str, Any]) -> bool:
     """Whether a kernel is wrong or failed."""
     return any("wrong" in result or "failed" in result for result in problem["results"])
+
+
+def error_ratios(found: dict[str, Any]) -> list[str]:
+    """For each dtype, how far everyone's rms error is from that of the naive formula at the worst, a line each."""
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in found["rows"]):
+        worst: dict[str, tuple[float, str]] = {}
+        for row in (row for row in found["rows"] if row["dtype"] == dtype):
+            rms = {error_column(result): result["rms"] for result in row["results"] if "rms" in result}
+            naive = rms.pop("naive", None)
+            for name, value in rms.items() if naive else ():
+                worst[name] = max(
+                    worst.get(name, (0.0, "")), (value / naive, f"{row['distribution']} D {row['head_dim']}")
+                )
+        shown = ", ".join(f"{name} {ratio:.2f} ({where})" for name, (ratio, where) in worst.items())
+        lines.append(f"{dtype}: {shown or 'naive has none'}")
+    return lines
+
+
+def bad_errors(report: Report) -> list[str]:
+    """Where in the error table a kernel, of those that serve a call, gave no finite result, a line each."""
+    return [
+        f"{error_column(result)}, {row['dtype']}, {row['distribution']}, D {row['head_dim']}: {result['refused']}"
+        for row in report.get("accuracy", {}).get("rows", [])
+        for result in row["results"]
+        if "kernel" in result and "refused" in result
+    ]
 
 
 def summary(report: Report) -> str:
@@ -195,7 +258,12 @@ def summary(report: Report) -> str:
     if not report["verified"]:
         lines.append("  results were not checked (--no-verify)")
     lines += [f"  WRONG OR FAILED: {name}" for name in wrong]
-    lines += [f"  FAILED: overheads: {report['overheads_failed']}"] if "overheads_failed" in report else []
+    failed = {name: report[f"{name}_failed"] for name in ("overheads", "accuracy") if f"{name}_failed" in report}
+    lines += [f"  FAILED: {name}: {reason}" for name, reason in failed.items()]
+    lines += [f"  NOT FINITE OR FAILED: {line}" for line in bad_errors(report)]
+    if "accuracy" in report:
+        lines += [f"  SKIPPED: {line}" for line in report["accuracy"]["skipped"]]
+        lines += [f"  error over that of naive, at most, {line}" for line in error_ratios(report["accuracy"])]
     lines += [f"  not measured for lack of time: {name}" for name in report.get("left_out", [])]
     ours = [(p, r) for p in problems for r in p["results"] if "peer" not in r and "tflops" in r]
     for kernel in dict.fromkeys(result["kernel"] for _, result in ours):

@@ -1,7 +1,11 @@
-"""Double precision to its last digits, against extended precision: float64 cannot judge float64."""
+"""float32 and float64 to their last digits, on every distribution of the error table.
+
+float64 is compared with extended precision, as float64 cannot judge float64.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,75 +13,113 @@ import pytest
 from emulator.emulator import Emulator, compiler
 
 import cuflash
-from cuflash.plan.table import KERNELS
+from cuflash.bench.accuracy import DISTRIBUTIONS, WIDE_IS_WIDER, Arrays, draw, errors, exact_result, naive
+from cuflash.plan.table import KERNELS, KernelSpec, device_of
+from cuflash.problem.arrays import FLOAT_NAMES
+from cuflash.problem.describe import describe_attention
 
-Exact = np.longdouble
-pytestmark = pytest.mark.skipif(np.finfo(Exact).nmant < 60, reason="long double is no wider than double here")
-
-DOUBLES = [spec.name for spec in KERNELS if "float64" in spec.dtypes]
-DRAWN: dict[str, Any] = {
-    "normal": lambda rng, shape: rng.standard_normal(shape),
-    "uniform": lambda rng, shape: rng.random(shape),
-    "mean": lambda rng, shape: 100 + rng.standard_normal(shape),
-    "heavy_tails": lambda rng, shape: rng.standard_t(2, shape),
-}
-"""Values; queries and keys are normal, but with heavy tails where these have them."""
+PLAIN = ("normal", "uniform", "mean")
+"""Distributions for which float64 owes 1.1e-15, whatever the naive formula does."""
 
 
-def draw(name: str, queries: int, keys: int, head_dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    rng = np.random.default_rng(3)
-    score = DRAWN[name] if name == "heavy_tails" else DRAWN["normal"]
-    return score(rng, (queries, head_dim)), score(rng, (keys, head_dim)), DRAWN[name](rng, (keys, head_dim))
+def is_precise(spec: KernelSpec, dtype: str) -> bool:
+    """Whether a row serves calls of a dtype with the precision of the dtype itself, on some GPU."""
+    q = np.zeros((1, 8), dtype)
+    problem, _ = describe_attention(q, q, q, precision="ieee")
+    return any(spec.refusal(problem.traits, device_of(capability)) is None for capability in (80, 90, 100))
 
 
-def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, dtype: Any) -> np.ndarray:
-    """Compute naively, in a type."""
-    q, k, v = (x.astype(dtype) for x in (q, k, v))
-    scores = q @ k.T * dtype(q.shape[-1] ** -0.5)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights @ v / weights.sum(-1, keepdims=True)
+def precise_rows() -> Iterator[Any]:
+    for dtype in ("float32", "float64"):
+        for spec in KERNELS:
+            if is_precise(spec, dtype):
+                yield pytest.param(spec.name, dtype, id=f"{spec.name}-{dtype}")
 
 
-def error(got: np.ndarray, exact: np.ndarray) -> float:
-    return float(np.linalg.norm((got.astype(Exact) - exact).astype(float)) / np.linalg.norm(exact.astype(float)))
+rows = pytest.mark.parametrize(("kernel", "dtype"), list(precise_rows()))
+distributions = pytest.mark.parametrize("name", DISTRIBUTIONS)
+needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 
 
-def assert_precise(name: str, got: np.ndarray, arrays: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    """Within twice what a naive float64 implementation is off by; 1e-15 where logits are not large."""
-    exact = attend(*arrays, Exact)
-    naive = error(attend(*arrays, np.float64), exact)
-    assert error(got, exact) <= max(2 * naive, 3e-16)
-    assert name == "heavy_tails" or error(got, exact) <= 1.1e-15
+def assert_precise(name: str, got: np.ndarray, arrays: Arrays) -> None:
+    """Within twice what the naive formula is off by in the dtype; a single element is a matter of luck.
+
+    Where the maximum of a row jumps, one exponential rescales all keys before: its error doesn't average out as those
+    of naive weights do, which shows in float64 over 5000 keys.
+    """
+    if got.dtype == np.float64 and not WIDE_IS_WIDER:
+        pytest.skip("long double is no wider than double here")
+    eps = float(np.finfo(got.dtype).eps)
+    exact = exact_result(name, arrays)
+    ours, bound = errors(got, exact), errors(naive(*arrays), exact)
+    factor = 3 if (name, got.dtype) == ("dominating key", np.float64) else 2
+    assert ours.rms <= max(factor * bound.rms, 1.35 * eps)
+    assert ours.maximum <= max(4 * bound.maximum, 4 * eps)
+    assert name not in PLAIN or ours.rms <= 5 * eps
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-@pytest.mark.parametrize("name", DRAWN)
-@pytest.mark.parametrize("kernel", DOUBLES)
-def test_emulated(kernel: str, name: str) -> None:
-    arrays = draw(name, 40, 700, 48)
-    assert_precise(name, Emulator(kernel).attention(*arrays), arrays)
+@needs_compiler
+@distributions
+@rows
+def test_emulated(kernel: str, dtype: str, name: str) -> None:
+    arrays = draw(name, dtype, 40, 700, 48)
+    assert_precise(name, Emulator(kernel).attention(*arrays, precision="ieee"), arrays)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", DRAWN)
+@distributions
+@pytest.mark.parametrize("copies", [1, 512])
 @pytest.mark.parametrize("head_dim", [32, 128, 256])
-@pytest.mark.parametrize("kernel", DOUBLES)
-def test_on_a_gpu(kernel: str, head_dim: int, name: str) -> None:
+@rows
+def test_on_a_gpu(kernel: str, dtype: str, head_dim: int, copies: int, name: str) -> None:
+    """The keys of one head are split among many blocks; those of many heads, here the same one again, are not."""
     import cupy
 
-    arrays = draw(name, 40, 5000, head_dim)
-    with cuflash.options(kernel=kernel):
-        assert_precise(name, cupy.asnumpy(cuflash.attention(*map(cupy.asarray, arrays))), arrays)
+    arrays = draw(name, dtype, 40, 5000, head_dim)
+    try:
+        with cuflash.options(kernel=kernel):
+            on_device = (cupy.broadcast_to(cupy.asarray(x), (copies, *x.shape)) for x in arrays)
+            got = cuflash.attention(*on_device, precision="ieee")[-1]
+    except ValueError as refusal:
+        assert "cannot serve this call" in str(refusal)
+        pytest.skip(str(refusal))
+    assert_precise(name, cupy.asnumpy(got), arrays)
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_with_numpy(name: str) -> None:
-    arrays = draw(name, 40, 5000, 64)
+@distributions
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_with_numpy(dtype: str, name: str) -> None:
+    arrays = draw(name, dtype, 40, 5000, 64)
     assert_precise(name, cuflash.attention(*arrays), arrays)
 
 
-@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-@pytest.mark.parametrize("kernel", DOUBLES)
+@pytest.mark.parametrize("dtype", FLOAT_NAMES)
+@distributions
+def test_what_is_drawn_has_the_scales_that_it_claims(name: str, dtype: str) -> None:
+    q, k, v = draw(name, dtype, 64, 300, 32)
+    again = draw(name, dtype, 64, 300, 32)
+    assert all(x.dtype.name == dtype and (x == y).all() for x, y in zip((q, k, v), again, strict=True))
+    assert all(np.isfinite(x.astype(np.float64)).all() and (x != 0).mean() > 0.99 for x in (q, k, v))
+    exact = exact_result(name, (q, k, v))
+    assert np.isfinite(exact.values).all() and (exact.sizes > 0).all()
+    logits = q.astype(np.float64) @ k.astype(np.float64).T * 32**-0.5
+    span = float((logits.max(-1) - logits.min(-1)).max())
+    assert (100 < span < 400) if name == "wide logits" else name == "heavy tails" or span < 60
+    columns = np.linalg.norm(v.astype(np.float64), axis=0)
+    assert DISTRIBUTIONS[name].own_columns == (columns.max() > 20 * columns.min())
+
+
+def test_errors_of_small_columns_do_not_hide() -> None:
+    """Noise of 1e-5 of the largest value of a tile is far above what some columns hold."""
+    arrays = draw("small columns", "float32", 40, 700, 48)
+    exact = exact_result("small columns", arrays)
+    noisy = naive(*arrays) + np.float32(1e-10) * np.ones((40, 48), np.float32)
+    assert errors(noisy, exact._replace(own_columns=False)).rms < 1e-6
+    assert errors(noisy, exact).rms > 10 and errors(noisy, exact).maximum > 10
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [spec.name for spec in KERNELS if "float64" in spec.dtypes])
 def test_infinite_values_stay_infinite(kernel: str) -> None:
     z = np.zeros((1, 2))
     for v in (np.array([[np.inf, -np.inf]]), np.array([[np.inf, -np.inf], [1.0, 1.0]])):

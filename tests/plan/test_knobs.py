@@ -228,6 +228,14 @@ def test_environment_gives_the_defaults(environment: dict[str, str], expected: S
     assert in_a_new_process(code, **environment) == f"{expected}\n"
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"), [("0", "ieee"), ("1", "tf32"), (" 1 ", "tf32"), ("2", "tf32"), ("", "ieee"), ("yes", "ieee")]
+)
+def test_tf32_is_allowed_by_what_allows_it_to_cupy(value: str, expected: str) -> None:
+    code = "from cuflash.settings import FLOAT32_PRECISION; print(FLOAT32_PRECISION)"
+    assert in_a_new_process(code, CUPY_TF32=value) == f"{expected}\n"
+
+
 def test_options_override_the_environment() -> None:
     code = "with cuflash.options(kernel='cpu', log=True): cuflash.attention(x, x, x)"
     printed = in_a_new_process(code, CUFLASH_KERNEL="forward_scalar")

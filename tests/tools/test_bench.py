@@ -27,6 +27,7 @@ from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, make_in
 from cuflash.bench.check import Verdict, check, exact_result, poisoned, sampled_rows
 from cuflash.bench.device import GpuBackend, NumpyBackend
 from cuflash.bench.measure import Request
+from cuflash.bench.sweep import SWEEP
 from cuflash.plan.table import KERNELS
 from cuflash.problem.describe import describe_attention
 
@@ -118,7 +119,7 @@ def test_names_tell_cases_apart(group: str) -> None:
 def test_default_groups_exist() -> None:
     for groups in DEFAULT_GROUPS.values():
         assert set(groups) <= {*GROUPS, OVERHEADS}
-    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu", "small"} == {*GROUPS, OVERHEADS}
+    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu", "small", SWEEP} == {*GROUPS, OVERHEADS}
 
 
 @pytest.mark.parametrize("backend", DEFAULT_GROUPS)
@@ -281,7 +282,7 @@ def test_failure_of_one_problem_leaves_the_others(
 
     monkeypatch.setattr(measure, "compute", fails_for_one)
     cases = [SMALL, SMALL._replace(seqlen_q=41), SMALL._replace(seqlen_q=42)]
-    report = bench.run(cases, False, NumpyBackend(), Request(repeats=1), bench.Peers({}))
+    report = bench.run(cases, (), NumpyBackend(), Request(repeats=1), bench.Peers({}))
     assert ["tflops" in problem["results"][0] for problem in report["problems"]] == [True, False, True]
     assert "FAILED: MemoryError: no more" in capsys.readouterr().out and bench.status(report) == 1
     assert "| failed |" in reports.markdown(report)
@@ -292,14 +293,14 @@ def test_inputs_that_do_not_fit_are_a_failure(monkeypatch: pytest.MonkeyPatch) -
         raise MemoryError
 
     monkeypatch.setattr(measure, "make_inputs", no_memory)
-    report = bench.run([SMALL], False, NumpyBackend(), Request(), bench.Peers({}))
+    report = bench.run([SMALL], (), NumpyBackend(), Request(), bench.Peers({}))
     assert bench.status(report) == 1 and "failed" in report["problems"][0]["results"][0]
 
 
 def test_every_dtype_is_shown() -> None:
     cases = [SMALL._replace(dtype=dtype, value_mean=mean) for dtype in bench.FLOAT_NAMES for mean in (0.0, 1.0)]
     cases = [case for case in cases if not case.value_mean or case.dtype.endswith("16")]
-    report = bench.run(cases, False, NumpyBackend(), Request(repeats=1), bench.load_peers(PEERS, "numpy"))
+    report = bench.run(cases, (), NumpyBackend(), Request(repeats=1), bench.load_peers(PEERS, "numpy"))
     assert bench.status(report) == 0
     blocks = [reports.block(problem) for problem in report["problems"]]
     assert [" x rounding)" in block for block in blocks] == [bool(case.value_mean) for case in cases]
@@ -409,7 +410,7 @@ def test_gpu_backend_asks_cupy_for_time_and_names(monkeypatch: pytest.MonkeyPatc
     backend = GpuBackend()
     assert backend.times(lambda: None, 2) == [0.007, 0.007]
     assert backend.time_candidates({"one": lambda: None}, 2) == {"one": (7000.0, 7000.0)}
-    report = bench.run([SMALL], False, backend, Request(), bench.Peers({}))
+    report = bench.run([SMALL], (), backend, Request(), bench.Peers({}))
     assert report["device"] == "Some GPU" and report["versions"]["driver"] == "CUDA 13.2"
     assert report["versions"]["cupy"] == "14.2.0" and report["versions"]["nvrtc"] == "13.0"
     (result,) = report["problems"][0]["results"]
@@ -642,7 +643,7 @@ def test_run_that_is_stopped_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch,
     stored = tmp_path / "bench.json"
     cases = [SMALL, SMALL._replace(seqlen_q=41)]
     with pytest.raises(KeyboardInterrupt):
-        bench.run(cases, False, NumpyBackend(), Request(repeats=1), bench.Peers({}), stored=stored)
+        bench.run(cases, (), NumpyBackend(), Request(repeats=1), bench.Peers({}), stored=stored)
     (problem,) = json.loads(stored.read_text())["problems"]
     assert problem["name"] == SMALL.name and "tflops" in problem["results"][0]
 
@@ -661,7 +662,7 @@ def test_import_times_are_of_this_package(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = bench.run([], True, NumpyBackend(), Request(), bench.load_peers(PEERS, "numpy"), deadline=0.0)
+    report = bench.run([], (OVERHEADS,), NumpyBackend(), Request(), bench.load_peers(PEERS, "numpy"), deadline=0.0)
     found = report["overheads"]
     assert "import_s" not in found and "numpy.empty" in found["others_us"]
     assert {"plain", "out", "varlen", "decoding with sinks"} <= set(found["calls_us"])
@@ -673,7 +674,7 @@ def test_overheads(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "| host time per call, microseconds: least, median | repeated | new length |" in shown
     assert "us per call, new length: plain " in reports.summary(report) and bench.status(report) == 0
     monkeypatch.setattr(bench, "overheads", lambda *arguments: 1 / 0)
-    report = bench.run([], True, NumpyBackend(), Request(), bench.Peers({}))
+    report = bench.run([], (OVERHEADS,), NumpyBackend(), Request(), bench.Peers({}))
     assert bench.status(report) == 1 and "FAILED: overheads: ZeroDivisionError" in reports.summary(report)
 
 
