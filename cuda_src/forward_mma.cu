@@ -32,7 +32,7 @@ struct SharedTiles {
 };
 
 using CopyK = TileCopy<kHeadDim, kPitchK>;
-using CopyV = TileCopy<kHeadDimV, kPitchV>;
+using CopyV = TileCopy<kHeadDimV, kPitchV, kHasValues>;
 
 __device__ __forceinline__ int stage_of(int i) { return i & (kStages - 1); }
 
@@ -125,7 +125,12 @@ struct Worker {
     // O += PV. `copy_part(part)` is called kStepsV times.
     template <typename CopyPart>
     __device__ __forceinline__ void accumulate(int i, const Warp& warp, const Weights& own, CopyPart copy_part) {
-        multiply_pv(o, own, lane_p(warp), lane_v(warp, stage_of(i)), copy_part);
+        if constexpr (kHasValues) {
+            multiply_pv(o, own, lane_p(warp), lane_v(warp, stage_of(i)), copy_part);
+        } else {
+#pragma unroll
+            for (int part = 0; part < kStepsV; ++part) copy_part(part);
+        }
     }
 
     // At the end of a sum, before tile i: the total of earlier ones joins O, which starts again from zero, if there are
@@ -323,7 +328,7 @@ __device__ __forceinline__ void walk_keys(const AttentionParams& params, SharedT
         } while ((++i % kTilesPerSum != 0 && i < walk.num_tiles) || (kPingPong && i == walk.num_tiles));
         // Else it would be known from where this loop began, for which a register would be taken throughout.
         if constexpr (kFewRegisters && kPerRow) i = unknown(i);
-        walker.end_sum(i);
+        if constexpr (kHasValues) walker.end_sum(i);
     }
     walker.finish_rows();
 }

@@ -240,6 +240,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum);
         const Quotients quotients(finished.divisor);
         if (place.run == 0 && place.share == 0) store_lse(params, tile, row, finished);
+        if constexpr (!kHasValues) continue;
         char* out = output_row(params, tile, row);
         const int first = place.share * kWarpFeaturesV + place.run * 2;
 #pragma unroll
@@ -272,18 +273,23 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     for (long long n_begin = keys.any.begin, first = n_begin; n_begin < keys.any.end;) {
         Scores scores;
         copies.arrive();
-        copies.load_v(n_begin);
+        if constexpr (kHasValues) copies.load_v(n_begin);
         const bool sees = any_row_sees(params, tile, keys, n_begin, place);
         if (sees) {  // right either way: weights are 0 else
             multiply_qk(shared, place, scores);
             sum_scores(shared, place, scores);
+        }
+        if constexpr (!kHasValues) copies.load_next_k(n_begin);
+        if (sees) {  // right either way: weights are 0 else
             scores_to_logits(params, tile, keys, n_begin, place, scores);
             weigh(shared, place, scores, softmax, o);
         }
-        copies.arrive();
+        if constexpr (kHasValues) {
+            copies.load_next_k(n_begin);
+            if (sees) accumulate(shared, place, scores, o);
+        }
         n_begin += kBlockN;
-        if (n_begin < keys.any.end) copies.load_k(n_begin);
-        if (sees) accumulate(shared, place, scores, o);
+        if constexpr (!kHasValues) continue;
         if (n_begin - first == kTilesPerSum * kBlockN || n_begin >= keys.any.end) {
             if (first != keys.any.begin) add_total(o, total, softmax);
             if (n_begin < keys.any.end) restart(o, total, softmax);

@@ -18,7 +18,7 @@ static_assert(kBlockM * kWarpsPerRow == kNumWarps * kRowsPerWarp, "warps own 16 
 static_assert(kHeadDim % 16 == 0 && kWarpFeaturesV % 16 == 0 && kBlockN % 16 == 0, "mma is 16 deep");
 
 // Rows are padded by 16 bytes, so that lanes reading from consecutive ones meet different banks.
-constexpr int kPitch = kHeadDim + 2, kPitchV = kHeadDimV + 2;
+constexpr int kPitch = kHeadDim + 2, kPitchV = (kHasValues ? kHeadDimV : 0) + 2;
 
 using Scores = double[kKeyTiles][4];
 using Output = double[kFeatureTiles][4];
