@@ -125,12 +125,7 @@ struct Worker {
     // O += PV. `copy_part(part)` is called kStepsV times.
     template <typename CopyPart>
     __device__ __forceinline__ void accumulate(int i, const Warp& warp, const Weights& own, CopyPart copy_part) {
-        if constexpr (kHasValues) {
-            multiply_pv(o, own, lane_p(warp), lane_v(warp, stage_of(i)), copy_part);
-        } else {
-#pragma unroll
-            for (int part = 0; part < kStepsV; ++part) copy_part(part);
-        }
+        multiply_pv(o, own, lane_p(warp), lane_v(warp, stage_of(i)), copy_part);
     }
 
     // At the end of a sum, before tile i: the total of earlier ones joins O, which starts again from zero, if there are

@@ -210,7 +210,7 @@ def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
             "lse": Poisoned(xp, shape[:-1], lse_dtype, case.layout if shape[-1] == 0 else "contiguous"),
         }
         keywords |= {name: result.array for name, result in results.items()}
-    out, lse = _call(case, function or case.function, positional, keywords)
+    out, lse = results_of(case, function or case.function, positional, keywords)
     if out is None:
         out = xp.empty(expected_shape(case), data.q.dtype)
     elif results:
@@ -226,8 +226,8 @@ def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
     return Outcome(out, lse, clean)
 
 
-def _call(case: Case, function: Any, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Return what a function gives, with None as `out` if it gives the lse alone."""
+def results_of(case: Case, function: Any, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Call the case's function, or another one like it; None is the `out` of a call for the lse alone."""
     if case.head_dim_v != 0:
         out, lse = function(*positional, return_lse=True, **keywords)
         return out, lse
@@ -370,5 +370,5 @@ def describe(case: Case, dtype: str) -> Problem:
 
 __all__ = [
     "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
-    "make_data", "oracle", "run",
+    "make_data", "oracle", "results_of", "run",
 ]  # fmt: skip

@@ -128,16 +128,18 @@ class Launch:
 
     def _run_split(self, split: Split, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
         """Write partial results into a workspace, then merge them."""
-        cupy, results = self._cupy, [out, lse]
-        first = 0 if self._out is not None else 1
-        for i, new in enumerate((self._out, self._lse)):
-            allocates = new is not None and results[i] is None
-            if new is not None and i == first:
-                results[i], workspace, address = allocate_with_workspace(cupy, new, results[i], split.size, workspace)
-            elif allocates:
-                results[i] = new.allocate(cupy)
-            if allocates:
-                pointers[_OUT + i] = results[i].data.ptr
+        cupy, allocates_out, allocates_lse = self._cupy, out is None, lse is None
+        if self._out is not None:
+            out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
+            if allocates_lse and self._lse is not None:
+                lse = self._lse.allocate(cupy)
+        else:
+            assert self._lse is not None, "there is some result"
+            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, split.size, workspace)
+        if allocates_out and out is not None:
+            pointers[_OUT] = out.data.ptr
+        if allocates_lse and lse is not None:
+            pointers[_LSE] = lse.data.ptr
         result, pointers[_RESULTS] = pointers[_RESULTS], (address, address + split.lse_offset)
         self._start(pointers)
         split.finish(address, *result)

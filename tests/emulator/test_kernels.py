@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
 from hypothesis import given, settings
-from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
+from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, lse_calls, packed_calls
 from kernels.test_random import assert_right_twice as assert_call_right_twice
 
 from cuflash.gpu import launch
@@ -134,6 +134,7 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
     ("calls", "max_examples"),
     [
         pytest.param(dense_calls(gpu=True), 15, id="dense"),
+        pytest.param(lse_calls(gpu=True), 8, id="lse"),
         pytest.param(alike_calls(), 12, id="alike"),
         pytest.param(packed_calls(gpu=True), 12, id="packed"),
     ],
