@@ -204,9 +204,9 @@ def _wide() -> list[Case]:
 def _alone(cases: list[Case]) -> list[Case]:
     """The lse alone, without values: `attention_lse`."""
     names = (
-        "lengths-1x1", "lengths-63x65", "lengths-5x0", "lengths-0x5", "causal-65x63", "causal-200x131", "top_left-200x70",
-        "head_dim-1-1", "head_dim-17-17", "head_dim-80-80", "head_dim-128-128", "head_dim-256-256", "head_dim-512-512",
-        "heads-8-1-3x70", "heads-6-2-100x90", "heads-none", "two_dimensions", "two_dimensions-into",
+        "lengths-1x1", "lengths-63x65", "lengths-5x0", "lengths-0x5", "causal-65x63", "causal-200x131",
+        "top_left-200x70", "head_dim-1-1", "head_dim-17-17", "head_dim-80-80", "head_dim-128-128", "head_dim-256-256",
+        "head_dim-512-512", "heads-8-1-3x70", "heads-6-2-100x90", "heads-none", "two_dimensions", "two_dimensions-into",
         "batch-broadcast-both", "batch-six", "window-100-0", "window-5-7", "offset--1000", "offset-array-int64",
         "scale-negative", "scale-huge", "softcap", "softcap-small-float16", "bias-float16", "bias-rows", "mask-keys",
         "bias-mask-odd", "alibi-float32", "sinks-float32", "sinks-no-keys", "keys-9000", "layout-swapped-into",

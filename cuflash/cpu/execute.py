@@ -30,9 +30,8 @@ class HostCall:
         self._offset = sequence.offset
         shape, dtype = (*self._rows, problem.traits.head_dim_v), DTYPES[problem.traits.out_dtype]
         # Nearly always new results have nothing special, and there is no other one.
-        is_usual = problem.strides.lse is None and problem.strides.out[-len(shape) :] == contiguous_strides(
-            shape, dtype.itemsize
-        )
+        out = problem.strides.out if problem.strides.lse is None else None
+        is_usual = out is not None and out[-len(shape) :] == contiguous_strides(shape, dtype.itemsize)
         self._new_out = (shape, dtype) if is_usual else None
         # Place, shape as broadcast and shape in the sequence of each array that there is.
         self._forms = [

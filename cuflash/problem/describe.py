@@ -44,9 +44,7 @@ def describe_attention(q: Any, k: Any, v: Any, **options: Any) -> tuple[Problem,
     return _describe_dense("attention", operands(q=q, k=k, v=v), **options)
 
 
-def describe_attention_lse(
-    q: Any, k: Any, *, out: Any = None, **options: Any
-) -> tuple[Problem, dict[str, ArrayInfo]]:
+def describe_attention_lse(q: Any, k: Any, *, out: Any = None, **options: Any) -> tuple[Problem, dict[str, ArrayInfo]]:
     """Check a call of `attention_lse`; return its meaning and the arrays that it names, `out` as what it is: the lse.
 
     Raises

@@ -167,7 +167,7 @@ def dense_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
 
 
 def lse_calls(gpu: bool) -> st.SearchStrategy[Call]:
-    """Calls of `attention_lse`: those of `attention` without values, whose leading axes are those of the queries then."""
+    """Calls of `attention_lse`: those of `attention` without values, whose leading axes the queries have then."""
 
     def without_values(call: Call) -> Call:
         options = {name: value for name, value in call.case.options.items() if name != "out_dtype"}
