@@ -728,7 +728,6 @@ VARLEN += unknown_options(
 )
 
 
-
 def good_arguments(function: Callable[..., Any], xp: Any) -> Arguments:
     """Arguments that the function takes, plus, under names that it does not know, what changes are made from."""
     rng = np.random.default_rng(0)
@@ -755,7 +754,11 @@ def without_values(cases: list[Bad]) -> list[Bad]:
     good, kept = good_arguments(attention, np), []
     for case in cases:
         changed = set(case.change(np, good))
-        if not case.id.startswith("unknown-") and not changed & {"out", "lse", "return_lse", "out_dtype"} and changed != {"v"}:
+        if (
+            not case.id.startswith("unknown-")
+            and not changed & {"out", "lse", "return_lse", "out_dtype"}
+            and changed != {"v"}
+        ):
             kept.append(case)
     return kept
 

@@ -62,7 +62,9 @@ KINDS: dict[str, Callable[[int, int], Arrays]] = {
     "six_axes": lambda n, m: heads(n, m, batch=(2, 1, 3, 1, 2, 1)),
     "lse_alone": lambda n, m: {name: x for name, x in heads(n, m).items() if name != "v"},
     "lse_alone_into": lambda n, m: {
-        "q": zeros(4, n, 8, dtype=np.float16), "k": zeros(2, m, 8, dtype=np.float16), "out": zeros(4, 2 * n)[:, ::2],
+        "q": zeros(4, n, 8, dtype=np.float16),
+        "k": zeros(2, m, 8, dtype=np.float16),
+        "out": zeros(4, 2 * n)[:, ::2],
         "bias": zeros(n, m),
     },
     "lse_alone_two_dimensions": lambda n, m: {"q": zeros(n, 8), "k": zeros(m, 8), "out": zeros(n), "causal": True},

@@ -209,7 +209,9 @@ def test_an_lse_is_measured_as_any_result() -> None:
     assert inputs.v is None and lse.shape == case.shape_out and lse.dtype == case.dtype_out == "float32"
     assert not verdict_on(inputs, lse + np.float32(1e-4)).good
     assert case.flops == SMALL.flops * case.head_dim // (SMALL.head_dim + SMALL.head_dim_v)
-    problem = measure.measure(case, NumpyBackend(), Request(repeats=1), {"gemm_tflops": {"float16": 1}, "copy_gbs": 1}, {})
+    problem = measure.measure(
+        case, NumpyBackend(), Request(repeats=1), {"gemm_tflops": {"float16": 1}, "copy_gbs": 1}, {}
+    )
     assert "lse alone" in problem["name"] and problem["results"][0]["tflops"] > 0
 
 
