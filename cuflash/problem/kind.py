@@ -47,6 +47,7 @@ class Kind:
         self._has_values = values = traits.has_values
         there = True, True, values, values, True, traits.bias, traits.mask, *like.dtypes
         self._places = [i for i, found in enumerate(there) if found]
+        self._without_vectors = [i for i in self._places if i > _OUT]
         size = self._sizes[0]
         self._widths = (
             16 if (traits.head_dim | traits.head_dim_v) * size % 16 == 0 else size,
@@ -115,7 +116,7 @@ class Kind:
             return False
         if gcd(16, *pointers[:4], *q[:-1], *k[:-1], *v[:-1], *out[:-1]) != 16:
             return False
-        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._places[_LSE:])
+        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._without_vectors)
 
     def _exact_widths(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int]:
         """Bytes that can move together of the inputs and of what is written; 1 if an element lies on no boundary."""

@@ -109,6 +109,15 @@ def test_traits_follow_addresses() -> None:
     assert problem.traits.input_alignment == 1 and at(kind, infos) == problem
 
 
+def test_traits_follow_addresses_of_an_lse_alone() -> None:
+    memory = np.zeros(2 * 4 * 5 * 4 + 16, np.uint8)
+    out = memory[memory.ctypes.data % 2 + 1 :][:160].view(np.float32).reshape(2, 4, 5)
+    arrays = {name: x for name, x in heads(5, 7, np.float16).items() if name != "v"}
+    kind = Kind(described(arrays)[0])
+    problem, infos = described(arrays | {"out": out})
+    assert (problem.traits.input_alignment, problem.traits.result_alignment) == (16, 1) and at(kind, infos) == problem
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
