@@ -2,7 +2,7 @@
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
 // that any of their rows sees, first to last, kBlockN at a time. K and V have a buffer each: V arrives while Q is
-// multiplied by K, the next K while the weights are multiplied by V.
+// multiplied by K, the next K while the weights are multiplied by V or, without values, while they are computed.
 //
 // Warps: each owns 16 or 32 rows, so that only the two buffers need barriers of the block. Nobody knows where a
 // fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into

@@ -2,7 +2,7 @@
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
 // that any of their rows sees, first to last, kBlockN at a time. K arrives while the tile before is multiplied by V, V
-// during S = Q K^T.
+// during S = Q K^T. Without values the next K arrives while weights are computed.
 //
 // Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Where the output
 // is too wide for a thread's registers, kWarpsPerRow warps share their rows: each multiplies some of the features, and

@@ -52,7 +52,7 @@ def attention_lse(
 ) -> Any:
     r"""Log-sum-exp of the scores, ``log(sum(exp(scale * q @ k.T + bias), axis=-1))``, without ever storing them.
 
-    It is the second result of `attention`, at half of its work: no values are read, and no output is written. Kernel
+    It is the second result of `attention`, at about half of its work: no values are read, no output is written. Kernel
     density estimates are such sums, with squared distances written as products and a bias, and so are the steps of
     Sinkhorn's algorithm [2]_.
 

@@ -70,7 +70,7 @@ constexpr int kBiasDtype = CUFLASH_BIAS_DTYPE;
 // Head dimensions as the tiles hold them; the arrays' own may be smaller and the rest is zero.
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;
 constexpr bool kHasValues = CUFLASH_HEAD_DIM_V != 0;
-constexpr int kHeadDimV = kHasValues ? CUFLASH_HEAD_DIM_V : 16;  // without values of types that nobody uses
+constexpr int kHeadDimV = kHasValues ? CUFLASH_HEAD_DIM_V : 16;  // else of types that are there, but not used
 constexpr int kBlockM = CUFLASH_BLOCK_M;
 constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
