@@ -37,7 +37,7 @@ def naive(backend: str) -> Peer:
 
             if inputs.q.dtype.itemsize == 2:
                 raise TypeError("NumPy multiplies matrices of 16 bits without BLAS")
-        case, (q, k, v, bias, slopes) = inputs.case, inputs[1:]
+        case, q, bias, slopes = inputs.case, inputs.q, inputs.bias, inputs.alibi_slopes
         scale = q.dtype.type(case.head_dim**-0.5)
         hidden = ~visible(case, slice(None), xp) if case.causal or case.window is not None else None
         group_size = case.heads // case.kv_heads
@@ -46,7 +46,7 @@ def naive(backend: str) -> Peer:
             distance = abs(position - xp.arange(case.seqlen_k)).astype(slopes.dtype)
 
         def compute() -> Any:
-            keys, values = (x if group_size == 1 else x.repeat(group_size, axis=1) for x in (k, v))
+            keys, *values = (x if group_size == 1 else x.repeat(group_size, axis=1) for x in inputs.arrays[1:])
             scores = q @ keys.swapaxes(-1, -2)
             scores *= scale
             if case.softcap is not None:
@@ -57,10 +57,14 @@ def naive(backend: str) -> Peer:
                 scores -= (slopes[:, None, None] * distance).astype(scores.dtype)
             if hidden is not None:
                 xp.putmask(scores, xp.broadcast_to(hidden, scores.shape), -xp.inf)
-            scores -= scores.max(-1, keepdims=True)
+            largest = scores.max(-1, keepdims=True)
+            scores -= largest
             xp.exp(scores, out=scores)
-            scores /= scores.sum(-1, keepdims=True)
-            return scores @ values
+            total = scores.sum(-1, keepdims=True)
+            if not values:
+                return (xp.log(total) + largest)[..., 0]
+            scores /= total
+            return scores @ values[0]
 
         return compute
 

@@ -32,7 +32,7 @@ struct SharedTiles {
 };
 
 using CopyK = TileCopy<kHeadDim, kPitchK>;
-using CopyV = TileCopy<kHeadDimV, kPitchV>;
+using CopyV = TileCopy<kHeadDimV, kPitchV, kHasValues>;
 
 __device__ __forceinline__ int stage_of(int i) { return i & (kStages - 1); }
 
@@ -323,7 +323,7 @@ __device__ __forceinline__ void walk_keys(const AttentionParams& params, SharedT
         } while ((++i % kTilesPerSum != 0 && i < walk.num_tiles) || (kPingPong && i == walk.num_tiles));
         // Else it would be known from where this loop began, for which a register would be taken throughout.
         if constexpr (kFewRegisters && kPerRow) i = unknown(i);
-        walker.end_sum(i);
+        if constexpr (kHasValues) walker.end_sum(i);
     }
     walker.finish_rows();
 }

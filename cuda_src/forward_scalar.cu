@@ -51,7 +51,7 @@ static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
 struct SharedTiles {
     Accumulator q[kBlockM][kHeadDim + kVector];
     Accumulator slices[2][kBlockN][kSlice + kVector];
-    Accumulator weights[kBlockM][kBlockN + kVector];
+    Accumulator weights[kHasValues ? kBlockM : 1][kBlockN + kVector];
     TileMap tile;
     TileKeys keys;
 };
@@ -102,6 +102,10 @@ struct Slices {
     }
     __device__ __forceinline__ void load_v(long long n_begin, int slice, int target) {
         load<kSliceV>(shared.tile.v, params.v_strides, params.head_dim_v, n_begin, slice, target);
+    }
+    // The tile of keys behind the one that is multiplied.
+    __device__ __forceinline__ void load_next_k(long long n_begin) {
+        if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN, 0, stage ^ 1);
     }
     __device__ __forceinline__ void load_q() {
         for (int slice = 0; slice < kNumSlicesK; ++slice)
@@ -178,7 +182,8 @@ __device__ __forceinline__ void score(Slices& slices, long long n_begin, const P
     for (int slice = 0; slice < kNumSlicesK; ++slice, slices.stage ^= 1) {
         slices.arrive();
         if (slice + 1 < kNumSlicesK) slices.load_k(n_begin, slice + 1, slices.stage ^ 1);
-        else slices.load_v(n_begin, 0, slices.stage ^ 1);
+        else if constexpr (kHasValues) slices.load_v(n_begin, 0, slices.stage ^ 1);
+        else slices.load_next_k(n_begin);
         multiply_qk(scores, slices.shared, slice, slices.stage, place);
     }
 }
@@ -219,6 +224,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 __device__ __forceinline__ void weigh(SharedTiles& shared, OnlineSoftmax<kRows>& softmax, const Place& place,
                                       Scores& scores, Accumulator (&correction)[kRows]) {
     softmax.update(scores, correction, LaneMaximum());
+    if constexpr (!kHasValues) return;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
 #pragma unroll
@@ -234,7 +240,7 @@ __device__ __forceinline__ void accumulate(Slices& slices, long long n_begin, co
     for (int slice = 0; slice < kNumSlicesV; ++slice, slices.stage ^= 1) {
         slices.arrive();
         if (slice + 1 < kNumSlicesV) slices.load_v(n_begin, slice + 1, slices.stage ^ 1);
-        else if (n_begin + kBlockN < slices.keys.any.end) slices.load_k(n_begin + kBlockN, 0, slices.stage ^ 1);
+        else slices.load_next_k(n_begin);
         Values values = {};
         multiply_pv(values, slices.shared, slices.stage, place);
 #pragma unroll
@@ -258,6 +264,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         if (!row.valid) continue;
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[i], row_sum);
         if (place.lane == 0) store_lse(params, tile, row, finished);
+        if constexpr (!kHasValues) continue;
         char* out = output_row(params, tile, row);
 #pragma unroll
         for (int slice = 0; slice < kNumSlicesV; ++slice) {
@@ -296,7 +303,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         scores_to_logits(params, tile, keys, n_begin, place, scores);
         Accumulator correction[kRows];
         weigh(shared, softmax, place, scores, correction);
-        accumulate(slices, n_begin, place, correction, o);
+        if constexpr (kHasValues) accumulate(slices, n_begin, place, correction, o);
     }
     store_rows(params, tile, softmax, o, place);
 }

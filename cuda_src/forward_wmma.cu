@@ -2,7 +2,7 @@
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
 // that any of their rows sees, first to last, kBlockN at a time. K and V have a buffer each: V arrives while Q is
-// multiplied by K, the next K while the weights are multiplied by V.
+// multiplied by K, the next K while the weights are multiplied by V or, without values, while they are computed.
 //
 // Warps: each owns 16 or 32 rows, so that only the two buffers need barriers of the block. Nobody knows where a
 // fragment keeps an element. Hence scores pass through shared memory, where two lanes share each row and turn it into
@@ -76,6 +76,11 @@ struct KeyTiles {
     __device__ __forceinline__ void arrive() const {
         cp_async_wait();
         __syncthreads();
+    }
+    // The tile of keys behind the one at `n_begin`, which the block is through with.
+    __device__ __forceinline__ void load_next_k(long long n_begin) const {
+        arrive();
+        if (n_begin + kBlockN < shared.keys.any.end) load_k(n_begin + kBlockN);
     }
 };
 
@@ -194,6 +199,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, R
                 weights[e] = relative_weight(values[i][j + e] - subtract[i], multiplier);
                 sums[e] += weights[e];
             }
+            if constexpr (!kHasValues) continue;
             *reinterpret_cast<FourWeights*>(&rows[i].weights[place.row][j * kLanesPerRow + place.first_column]) =
                 round_weights(weights);
         }
@@ -248,6 +254,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, Shared
         }
         if (place.first_column == 0) factors[i][place.row] = factor;
     }
+    if constexpr (!kHasValues) return;
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRowFragments; ++i) {
@@ -302,14 +309,17 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         for (int block = first; block < first + kTilesPerSum && tiles.has(block); ++block) {
             const long long n_begin = tiles.first_key(block);
             tiles.arrive();
-            tiles.load_v(n_begin);
+            if constexpr (kHasValues) tiles.load_v(n_begin);
             score(shared, place, kept_q);
+            if constexpr (!kHasValues) tiles.load_next_k(n_begin);
             make_logits(params, shared, place, n_begin);
             weigh(shared, place, states);
-            tiles.arrive();
-            if (n_begin + kBlockN < shared.keys.any.end) tiles.load_k(n_begin + kBlockN);
-            accumulate(shared, place, o);
+            if constexpr (kHasValues) {
+                tiles.load_next_k(n_begin);
+                accumulate(shared, place, o);
+            }
         }
+        if constexpr (!kHasValues) continue;
         if (first != 0)
             add_total(o, total, shared.factors[place.warp], shared.multiplier, states, place.row, place.first_column);
         if (tiles.has(first + kTilesPerSum)) restart(o, total, states);

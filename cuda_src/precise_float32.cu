@@ -332,31 +332,45 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         Scores scores;
         // Pairs of K are there, and V has been multiplied.
         const bool by_pairs = !any_thread((found | kAnyRow) & refused);
-        copies.load_v(n_begin);
+        const long long n_next = n_begin + kBlockN;
+        const auto load_next_k = [&] {
+            if (n_next < keys.any.end) copies.load_k(n_next);
+        };
+        if constexpr (kHasValues) copies.load_v(n_begin);
         if (sees) {  // right either way: weights are 0 else
             if (by_pairs) multiply_qk(shared.q, shared.k, place(), scores);
             else multiply_qk_one_by_one(params, tile, rows, n_begin, num_keys_of(keys, n_begin), place(), scores);
             sum_scores(shared.partial, place(), scores);
+        }
+        if constexpr (!kHasValues) {
+            __syncthreads();  // K has been multiplied
+            load_next_k();
+        }
+        if (sees) {  // right either way: weights are 0 else
             scores_to_logits(params, tile, rows, keys, n_begin, place(), scores);
             leads = weigh(scores, softmax, o);
         }
-        found = shared.v.make_pairs(params.head_dim_v, value_scale.least(), value_scale.exponent) & ~kHasZero;
-        // Pairs of V are there, and K has been multiplied.
-        if (any_thread(found)) value_scale.follow(shared.v, found);
-        if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
-        const long long n_next = n_begin + kBlockN;
-        if (n_next < keys.any.end) copies.load_k(n_next);
-        if (sees && value_scale.by_pairs()) accumulate(shared.v, place(), value_scale, scores, o);
-        else if (sees)
-            accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax, total);
+        if constexpr (kHasValues) {
+            found = shared.v.make_pairs(params.head_dim_v, value_scale.least(), value_scale.exponent) & ~kHasZero;
+            // Pairs of V are there, and K has been multiplied.
+            if (any_thread(found)) value_scale.follow(shared.v, found);
+            if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
+            load_next_k();
+            if (sees && value_scale.by_pairs()) accumulate(shared.v, place(), value_scale, scores, o);
+            else if (sees)
+                accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
+                                      total);
+            if (--tiles_left == 0) total.take(o, softmax), tiles_left = kTilesPerSum;
+        }
         n_begin = n_next;
         if (n_begin < keys.any.end) found = shared.k.make_pairs(params.head_dim, kLeastExponent, kMostExponent);
-        if (--tiles_left == 0) total.take(o, softmax), tiles_left = kTilesPerSum;
     }
     const Place place(thread_index_again());
-    total.take(o, softmax);
-    if constexpr (kProducts > 1) leading.complete(params, tile, place, total);
-    total.give_back(o, softmax);
+    if constexpr (kHasValues) {
+        total.take(o, softmax);
+        if constexpr (kProducts > 1) leading.complete(params, tile, place, total);
+        total.give_back(o, softmax);
+    }
     store_rows(params, tile, softmax, o, place);
 }
 

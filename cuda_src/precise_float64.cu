@@ -2,7 +2,7 @@
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
 // that any of their rows sees, first to last, kBlockN at a time. K arrives while the tile before is multiplied by V, V
-// during S = Q K^T.
+// during S = Q K^T. Without values the next K arrives while weights are computed.
 //
 // Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Where the output
 // is too wide for a thread's registers, kWarpsPerRow warps share their rows: each multiplies some of the features, and
@@ -144,25 +144,32 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     for (long long n_begin = keys.any.begin, first = n_begin; n_begin < keys.any.end;) {
         Scores scores;
         copies.arrive();
-        copies.load_v(n_begin);
+        if constexpr (kHasValues) copies.load_v(n_begin);
         const bool sees = any_row_sees(rows, keys, n_begin, place);
         if (sees) {  // right either way: weights are 0 else
             multiply_qk(shared, place, scores);
             sum_scores(shared.partial, place, scores);
+        }
+        if constexpr (!kHasValues) copies.load_next_k(n_begin);
+        if (sees) {  // right either way: weights are 0 else
             scores_to_logits(params, tile, rows, keys, n_begin, place, scores);
             weigh(shared, place, scores, softmax, o);
         }
-        copies.arrive();
+        if constexpr (kHasValues) {
+            copies.load_next_k(n_begin);
+            if (sees) accumulate(shared, place, scores, o);
+        }
         n_begin += kBlockN;
-        if (n_begin < keys.any.end) copies.load_k(n_begin);
-        if (sees) accumulate(shared, place, scores, o);
+        if constexpr (!kHasValues) continue;
         if (n_begin - first == kTilesPerSum * kBlockN) {
             total.take(o, softmax);
             first = n_begin;
         }
     }
-    total.take(o, softmax);
-    total.give_back(o, softmax);
+    if constexpr (kHasValues) {
+        total.take(o, softmax);
+        total.give_back(o, softmax);
+    }
     store_rows(params, tile, softmax, o, place);
 }
 

@@ -12,13 +12,14 @@ from .dense import attention
 from .doctor import show_config
 from .explain import explain, warmup
 from .explanation import Explanation
+from .lse import attention_lse
 from .merge import merge_attention_states
 from .options import check_environment, options
 from .varlen import attention_varlen
 
 __all__ = [
-    "Explanation", "attention", "attention_varlen", "explain", "merge_attention_states", "options", "reference",
-    "show_config", "warmup",
+    "Explanation", "attention", "attention_lse", "attention_varlen", "explain", "merge_attention_states", "options",
+    "reference", "show_config", "warmup",
 ]  # fmt: skip
 
 

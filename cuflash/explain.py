@@ -15,10 +15,11 @@ from .explanation import Explanation
 from .gpu.compile import KernelCompileError, compile_offline, kernel_function
 from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
+from .lse import attention_lse
 from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
-from .problem.describe import describe_attention, describe_varlen
+from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from .problem.problem import ARRAYS, Problem
 from .problem.signatures import check_options
 from .settings import num_threads, settings
@@ -26,6 +27,7 @@ from .varlen import attention_varlen
 
 _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
+    attention_lse: describe_attention_lse,
     attention_varlen: describe_varlen,
 }
 _ARRAYS = (*ARRAYS, "workspace")
@@ -37,7 +39,7 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     Parameters
     ----------
     function : callable
-        `attention` or `attention_varlen`.
+        `attention`, `attention_lse` or `attention_varlen`.
     *args, **options
         The call's arguments. Arrays may be stand-ins: any objects with ``shape`` and ``dtype``, and ``strides`` (bytes)
         where they are not C-contiguous.
@@ -86,7 +88,7 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     Parameters
     ----------
     function : callable
-        `attention` or `attention_varlen`.
+        `attention`, `attention_lse` or `attention_varlen`.
     *args, **options
         The call's arguments; arrays may be stand-ins as in `explain`, and are then taken to be on the current GPU.
         Calls on NumPy arrays need no compilation.
@@ -114,8 +116,8 @@ def _describe(
     if describe is None:
         got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
         raise TypeError(
-            f"function is {got}, expected cuflash.attention or cuflash.attention_varlen, before the arguments of the "
-            f"call: {caller}(cuflash.attention, q, k, v, ...)"
+            f"function is {got}, expected cuflash.attention, attention_lse or attention_varlen, before the arguments "
+            f"of the call: {caller}(cuflash.attention, q, k, v, ...)"
         )
     if capability is not None and (
         not isinstance(capability, int) or isinstance(capability, bool) or not 50 <= capability < 1000

@@ -125,6 +125,43 @@ def attention(
     return (out[0], lse[0]) if is_2d else (out, lse)
 
 
+def attention_lse(
+    q: ArrayLike,
+    k: ArrayLike,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    query_offset: ArrayLike | None = None,
+    scale: float | None = None,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    softcap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+) -> Float64:
+    """Compute the log-sum-exp of the scores from its definition.
+
+    Parameters
+    ----------
+    q : array_like, shape (..., Hq, Nq, D)
+        Queries of any float dtype; 2-D means one head.
+    k : array_like, shape (..., Hkv, Nk, D)
+        Keys.
+    causal, window, query_offset, scale, bias, mask, softcap, alibi_slopes, sinks
+        As in `attention`.
+
+    Returns
+    -------
+    lse : ndarray of float64, shape (..., Hq, Nq)
+        Natural logarithm; -inf (or the sink) for a query that sees no key.
+    """
+    no_values = np.asarray(k)[..., :0]
+    return attention(
+        q, k, no_values, causal=causal, window=window, query_offset=query_offset, scale=scale, bias=bias, mask=mask,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+    )[1]  # fmt: skip
+
+
 def attention_varlen(
     q: ArrayLike,
     k: ArrayLike,

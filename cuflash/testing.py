@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import attention, attention_varlen, reference
+from . import attention, attention_lse, attention_varlen, reference
 from .problem.arrays import DTYPES
-from .problem.describe import describe_attention, describe_varlen
+from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from .problem.problem import Problem
 
 GUARD_BYTES = 512
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     shape_q: tuple[int, ...]
     shape_k: tuple[int, ...]
     head_dim_v: int | None = None
-    """None: that of q."""
+    """None: that of q. 0: there are no values, and the lse is all that is asked for."""
     options: Mapping[str, Any] = {}
     """Keyword arguments that are not arrays."""
     arrays: Mapping[str, tuple[tuple[int, ...], str]] = {}
@@ -45,7 +45,9 @@ class Case(NamedTuple):
     @property
     def function(self) -> Any:
         """The public function that the case calls."""
-        return attention if self.cu_seqlens is None else attention_varlen
+        if self.cu_seqlens is not None:
+            return attention_varlen
+        return attention_lse if self.head_dim_v == 0 else attention
 
 
 def _reverse(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int, int]:
@@ -205,12 +207,16 @@ def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
         lse_dtype = np.dtype(np.float64 if data.q.dtype == np.float64 else np.float32)
         results = {
             "out": Poisoned(xp, shape, out_dtype, case.layout),
-            "lse": Poisoned(xp, shape[:-1], lse_dtype, "contiguous"),
+            "lse": Poisoned(xp, shape[:-1], lse_dtype, case.layout if shape[-1] == 0 else "contiguous"),
         }
         keywords |= {name: result.array for name, result in results.items()}
-    out, lse = (function or case.function)(*positional, return_lse=True, **keywords)
+    out, lse = results_of(case, function or case.function, positional, keywords)
+    if out is None:
+        out = xp.empty(expected_shape(case), data.q.dtype)
+    elif results:
+        assert out is results["out"].array
     if results:
-        assert out is results["out"].array and lse is results["lse"].array
+        assert lse is results["lse"].array
     clean = all(x.unchanged() for x in inputs.values())
     clean &= all(x.unchanged(outside_only=True) for x in results.values())
     if results:
@@ -218,6 +224,16 @@ def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
     elif xp is not np:
         out, lse = out.get(), lse.get()
     return Outcome(out, lse, clean)
+
+
+def results_of(case: Case, function: Any, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
+    """Call the case's function, or another one like it; None is the `out` of a call for the lse alone."""
+    if case.head_dim_v != 0:
+        out, lse = function(*positional, return_lse=True, **keywords)
+        return out, lse
+    if "lse" in keywords:
+        keywords["out"] = keywords.pop("lse")
+    return None, function(*positional[:2], **keywords)
 
 
 def expected_shape(case: Case) -> tuple[int, ...]:
@@ -271,7 +287,7 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
     assert (np.isneginf(outcome.lse) == nothing).all(), "lse is -inf in the wrong rows"
     assert (out[nothing] == 0).all(), "rows that see no key must be 0"
     assert np.isfinite(out).all(), f"{np.count_nonzero(~np.isfinite(out))} outputs are not finite"
-    if out.size == 0:
+    if outcome.lse.size == 0:
         return
     accumulator = np.float64 if data.q.dtype == np.float64 else np.float32
     eps = float(np.finfo(accumulator).eps)
@@ -288,10 +304,11 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
         of_logits = 2 * unit * score if tf32 else 2.0**-15 if capped else 0.0  # q and k are off by one unit each
         tolerance += 2 * of_logits * magnitude + (1 + tf32) * unit * oracle(case, data._replace(v=np.abs(data.v)))[0]
         relative += of_logits
-    error = np.abs(out - expected)
-    worst = np.unravel_index(np.argmax(error - tolerance), error.shape)
-    report = f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"
-    assert (error <= tolerance).all(), report
+    if out.size:
+        error = np.abs(out - expected)
+        worst = np.unravel_index(np.argmax(error - tolerance), error.shape)
+        report = f"out{worst} is {out[worst]}, expected {expected[worst]} within {tolerance[worst]:.2e}"
+        assert (error <= tolerance).all(), report
     visible = ~nothing
     lse_error = np.abs(outcome.lse[visible] - expected_lse[visible])
     lse_tolerance = relative + 2 * eps * np.abs(expected_lse[visible])
@@ -344,6 +361,8 @@ def describe(case: Case, dtype: str) -> Problem:
     data = make_data(case, dtype)
     positional: list[Any] = [Poisoned(np, x.shape, x.dtype, case.layout).array for x in data[:3]]
     options: dict[str, Any] = dict(case.options) | data.options
+    if case.function is attention_lse:
+        return describe_attention_lse(*positional[:2], **options)[0]
     if case.cu_seqlens is None:
         return describe_attention(*positional, **options)[0]
     return describe_varlen(*positional, *(np.asarray(values, np.int32) for values in case.cu_seqlens), **options)[0]
@@ -351,5 +370,5 @@ def describe(case: Case, dtype: str) -> Problem:
 
 __all__ = [
     "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
-    "make_data", "oracle", "run",
+    "make_data", "oracle", "results_of", "run",
 ]  # fmt: skip

@@ -201,7 +201,27 @@ def _wide() -> list[Case]:
     ]
 
 
-CASES = [
+def _alone(cases: list[Case]) -> list[Case]:
+    """The lse alone, without values: `attention_lse`."""
+    names = (
+        "lengths-1x1", "lengths-63x65", "lengths-5x0", "lengths-0x5", "causal-65x63", "causal-200x131",
+        "top_left-200x70", "head_dim-1-1", "head_dim-17-17", "head_dim-80-80", "head_dim-128-128", "head_dim-256-256",
+        "head_dim-512-512", "heads-8-1-3x70", "heads-6-2-100x90", "heads-none", "two_dimensions", "two_dimensions-into",
+        "batch-broadcast-both", "batch-six", "window-100-0", "window-5-7", "offset--1000", "offset-array-int64",
+        "scale-negative", "scale-huge", "softcap", "softcap-small-float16", "bias-float16", "bias-rows", "mask-keys",
+        "bias-mask-odd", "alibi-float32", "sinks-float32", "sinks-no-keys", "keys-9000", "layout-swapped-into",
+        "layout-transposed-into", "layout-reversed-into", "layout-every_second-into", "layout-odd_bytes-into",
+        "layout-broadcast", "everything", "everything-few_rows", "everything-strided",
+    )  # fmt: skip
+    alone = []
+    for case in cases:
+        if case.name in names:
+            options = {name: value for name, value in case.options.items() if name != "out_dtype"}
+            alone.append(case._replace(name=f"lse-{case.name}", head_dim_v=0, options=options))
+    return alone
+
+
+_WITH_VALUES = [
     *_lengths(),
     *_head_dims(),
     *_heads(),
@@ -212,6 +232,7 @@ CASES = [
     *_combined(),
     *_wide(),
 ]
+CASES = [*_WITH_VALUES, *_alone(_WITH_VALUES)]
 CASES_BY_NAME = {case.name: case for case in CASES}
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 

@@ -19,7 +19,7 @@
 #ifndef CUFLASH_HEAD_DIM
 #define CUFLASH_HEAD_DIM 64
 #endif
-#ifndef CUFLASH_HEAD_DIM_V
+#ifndef CUFLASH_HEAD_DIM_V  // 0: the call has no values, and no output
 #define CUFLASH_HEAD_DIM_V CUFLASH_HEAD_DIM
 #endif
 #ifndef CUFLASH_BLOCK_M
@@ -73,7 +73,8 @@ constexpr int kOutDtype = CUFLASH_OUT_DTYPE;
 constexpr int kBiasDtype = CUFLASH_BIAS_DTYPE;
 // Head dimensions as the tiles hold them; the arrays' own may be smaller and the rest is zero.
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;
-constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;
+constexpr bool kHasValues = CUFLASH_HEAD_DIM_V != 0;
+constexpr int kHeadDimV = kHasValues ? CUFLASH_HEAD_DIM_V : 16;  // else of types that are there, but not used
 constexpr int kBlockM = CUFLASH_BLOCK_M;
 constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;

@@ -22,8 +22,8 @@ __host__ __device__ constexpr int lanes_of_row(int num_vectors) {
     return num_vectors > 5 * dividing ? 2 * dividing : dividing;
 }
 
-// What a thread copies of a tile of K or V, into one of the stages' buffers.
-template <int kWidth, int kPitch>
+// What a thread copies of a tile of K or V, into one of the stages' buffers; nothing if there are none.
+template <int kWidth, int kPitch, bool kIsThere = true>
 struct TileCopy {
     static constexpr int kLoaders = kPingPong ? kThreads / 2 : kThreads;
     static constexpr int kVectors = kWidth / 8;
@@ -69,6 +69,7 @@ struct TileCopy {
     // Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN. `kWhole`: all or none do.
     template <bool kWhole, int kParts>
     __device__ __forceinline__ void load(const Strides& strides, int stage, int part, bool issued, int num_keys) const {
+        if constexpr (!kIsThere) return;
         if constexpr (kVectorLoads) {
 #pragma unroll
             for (int pass = 0; pass < kNumPasses; ++pass) {

@@ -27,7 +27,7 @@ constexpr int kStepsK = kHeadDim / 16, kStepsV = kBlockN / 16;
 constexpr bool kBfloat16 = kDtype == CUFLASH_BFLOAT16;
 
 // Padding by 16 bytes puts the eight rows that a matrix is loaded from into different banks.
-constexpr int kPitchK = kHeadDim + 8, kPitchV = kHeadDimV + 8, kPitchP = kBlockN + 8;
+constexpr int kPitchK = kHeadDim + 8, kPitchV = (kHasValues ? kHeadDimV : 0) + 8, kPitchP = kBlockN + 8;
 constexpr int kPitchQ = kPitchK > kPitchV ? kPitchK : kPitchV;  // the output passes through the rows of Q
 constexpr int kRowBytesQ = 2 * kPitchQ, kRowBytesK = 2 * kPitchK, kRowBytesV = 2 * kPitchV, kRowBytesP = 2 * kPitchP;
 

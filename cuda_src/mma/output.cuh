@@ -110,6 +110,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         if (warp.share == 0) store_lse(params, tile, row, finished);
         address = output_row(params, tile, row);
     }
+    if constexpr (!kHasValues) return;
     __syncwarp();  // right either way: shuffles and the exchange come before
     Element(*const staging)[kPitchQ] = &rows[warp.first_row];
 #pragma unroll

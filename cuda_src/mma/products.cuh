@@ -128,11 +128,18 @@ __device__ __forceinline__ void multiply_own_pv(Output& o, const Weights& weight
     }
 }
 
+// Without values what is left is the work between.
 template <typename Between>
 __device__ __forceinline__ void multiply_pv(Output& o, const Weights& own, SharedAddress p, SharedAddress v,
                                             Between between) {
-    if constexpr (kWarpsPerRow > 1) multiply_shared_pv(o, p, v, between);
-    else multiply_own_pv(o, own, v, between);
+    if constexpr (!kHasValues) {
+#pragma unroll
+        for (int step = 0; step < kStepsV; ++step) between(step);
+    } else if constexpr (kWarpsPerRow > 1) {
+        multiply_shared_pv(o, p, v, between);
+    } else {
+        multiply_own_pv(o, own, v, between);
+    }
 }
 
 }  // namespace cuflash

@@ -98,6 +98,11 @@ struct Copies {
         cp_async_wait();
         __syncthreads();
     }
+    // The tile of keys behind the one at `n_begin`, which the block is through with.
+    __device__ __forceinline__ void load_next_k(long long n_begin) const {
+        arrive();
+        if (n_begin + kBlockN < keys.any.end) load_k(n_begin + kBlockN);
+    }
 };
 
 }  // namespace cuflash

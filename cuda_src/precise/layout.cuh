@@ -17,7 +17,8 @@ static_assert(kBlockM * kWarpsPerRow == kNumWarps * kRowsPerWarp, "warps own 16 
 static_assert(kHeadDim % 16 == 0 && kWarpFeaturesV % 16 == 0 && kBlockN % 16 == 0, "mma is 16 deep");
 
 // Rows are padded by 16 bytes, so that lanes reading from consecutive ones meet different banks.
-constexpr int kPitch = kHeadDim + 16 / sizeof(Element), kPitchV = kHeadDimV + 16 / sizeof(Element);
+constexpr int kPitch = kHeadDim + 16 / sizeof(Element);
+constexpr int kPitchV = (kHasValues ? kHeadDimV : 0) + 16 / sizeof(Element);
 
 using Scores = Accumulator[kKeyTiles][4];
 using Output = Accumulator[kFeatureTiles][4];

@@ -105,6 +105,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum);
         const Quotients quotients(finished.divisor);
         if (place.run == 0 && place.share == 0) store_lse(params, tile, row, finished);
+        if constexpr (!kHasValues) continue;
         char* out = output_row(params, tile, row);
         const int first = place.share * kWarpFeaturesV + place.run * 2;
 #pragma unroll

@@ -18,7 +18,7 @@ constexpr int kChunksAtOnce = kBiasDtype == 0 && !kHasMask ? 1 : kHeadDimV <= 64
 
 // Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
 constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));
-constexpr int kPitchV = kHeadDimV + 8;
+constexpr int kPitchV = (kHasValues ? kHeadDimV : 0) + 8;
 constexpr int kPitchS = kBlockN + 8;
 
 // Q stays in registers if there are enough beside O, the scores and operands on their way (found by compiling). If not,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dense import attention
+from ..lse import attention_lse
 from ..problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 
 Window = tuple[int | None, int | None]
@@ -26,6 +28,7 @@ class Case(NamedTuple):
     seqlen_k: int
     head_dim: int
     head_dim_v: int
+    """0: there are no values, and the lse is the result."""
     causal: bool = False
     window: Window | None = None
     softcap: float | None = None
@@ -42,8 +45,10 @@ class Case(NamedTuple):
         """Everything that tells this case from others, in a line."""
         heads = f"{self.heads}" if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
         length = f"{self.seqlen_q}" if self.seqlen_q == self.seqlen_k else f"{self.seqlen_q}x{self.seqlen_k}"
-        feature = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}/{self.head_dim_v}"
+        feature = f"{self.head_dim}" if self.head_dim_v in (0, self.head_dim) else f"{self.head_dim}/{self.head_dim_v}"
         options = ["causal" if self.causal else "full"]
+        if not self.head_dim_v:
+            options.append("lse alone")
         if self.window is not None:
             options.append("window " + ",".join("none" if side is None else str(side) for side in self.window))
         if self.softcap is not None:
@@ -62,8 +67,9 @@ class Case(NamedTuple):
         shapes: dict[str, tuple[int, ...]] = {
             "q": (self.batch, self.heads, self.seqlen_q, self.head_dim),
             "k": (self.batch, self.kv_heads, self.seqlen_k, self.head_dim),
-            "v": (self.batch, self.kv_heads, self.seqlen_k, self.head_dim_v),
         }
+        if self.head_dim_v:
+            shapes["v"] = (self.batch, self.kv_heads, self.seqlen_k, self.head_dim_v)
         if self.bias:
             shapes["bias"] = (self.heads, self.seqlen_q, self.seqlen_k)
         return shapes
@@ -71,11 +77,22 @@ class Case(NamedTuple):
     @property
     def shape_out(self) -> tuple[int, ...]:
         """Shape of the result."""
-        return self.batch, self.heads, self.seqlen_q, self.head_dim_v
+        rows = self.batch, self.heads, self.seqlen_q
+        return (*rows, self.head_dim_v) if self.head_dim_v else rows
+
+    @property
+    def dtype_out(self) -> str:
+        """Type of the result."""
+        return self.dtype if self.head_dim_v or self.dtype == "float64" else "float32"
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """What is called."""
+        return attention if self.head_dim_v else attention_lse
 
     @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `cuflash.attention` that are not arrays."""
+        """Keyword arguments of the function that are not arrays."""
         given = {"causal": self.causal or None, "window": self.window, "softcap": self.softcap}
         return {name: value for name, value in given.items() if value is not None}
 
@@ -88,8 +105,8 @@ class Case(NamedTuple):
     @property
     def bytes(self) -> int:
         """What has to be read and written at least: each array once."""
-        shapes = [*self.shapes.values(), self.shape_out]
-        return sum(prod(shape) for shape in shapes) * ITEMSIZE[self.dtype]
+        read = sum(prod(shape) for shape in self.shapes.values()) * ITEMSIZE[self.dtype]
+        return read + prod(self.shape_out) * ITEMSIZE[self.dtype_out]
 
     @property
     def queries(self) -> int:
@@ -173,6 +190,17 @@ def _decode() -> list[Case]:
     ]
 
 
+def _lse() -> list[Case]:
+    """The lse alone, of problems that other groups have with values, and of point clouds, with and without."""
+    alone = [
+        _tokens(dtype, head_dim, 4096, tokens, hidden, False)._replace(group="lse", head_dim_v=0)
+        for dtype, tokens, hidden in (("float16", 16384, 2048), ("float32", 8192, 1024), ("float64", 8192, 1024))
+        for head_dim in (64, 128)
+    ]
+    clouds = [_square("lse", "float32", 1, 100_000, 3, head_dim_v=head_dim_v) for head_dim_v in (0, 3)]
+    return [*alone, *clouds]
+
+
 def _drift() -> list[Case]:
     """Values with a mean: sums that lose bits as they grow show here, and hide in values around 0."""
     return [
@@ -246,6 +274,7 @@ GROUPS: dict[str, list[Case]] = {
     "bfloat16": _half("bfloat16"),
     "options": _options(),
     "decode": _decode(),
+    "lse": _lse(),
     "drift": _drift(),
     "cpu": _cpu(),
     "small": _small(),
@@ -290,15 +319,20 @@ class Inputs(NamedTuple):
     k: Any
     """(batch, kv_heads, seqlen_k, head_dim)"""
     v: Any
-    """(batch, kv_heads, seqlen_k, head_dim_v)"""
+    """(batch, kv_heads, seqlen_k, head_dim_v); None if there are no values"""
     bias: Any
     """(heads, seqlen_q, seqlen_k) or None"""
     alibi_slopes: Any = None
     """(heads,), float32, or None"""
 
     @property
+    def arrays(self) -> list[Any]:
+        """Positional arguments of the function."""
+        return [x for x in (self.q, self.k, self.v) if x is not None]
+
+    @property
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of `cuflash.attention`."""
+        """Keyword arguments of the function."""
         arrays = {"bias": self.bias, "alibi_slopes": self.alibi_slopes}
         return self.case.options | {name: x for name, x in arrays.items() if x is not None}
 
@@ -316,7 +350,7 @@ def make_inputs(case: Case, xp: Any) -> Inputs:
             x += drawn(case.value_mean)
         arrays[name] = x.astype(DTYPES[case.dtype])
     slopes = xp.asarray(alibi_slopes(case.heads)) if case.alibi else None
-    return Inputs(case, arrays["q"], arrays["k"], arrays["v"], arrays.get("bias"), slopes)
+    return Inputs(case, arrays["q"], arrays["k"], arrays.get("v"), arrays.get("bias"), slopes)
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

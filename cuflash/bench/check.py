@@ -104,7 +104,7 @@ class Exact(NamedTuple):
     rows: list[slice]
     """Of every head, one after the other."""
     values: np.ndarray
-    """Their results in float64: (batch, heads, all these rows, head_dim_v)."""
+    """Their results in float64: (batch, heads, all these rows, and head_dim_v if there are values)."""
 
 
 def exact_result(inputs: Inputs) -> Exact:
@@ -112,9 +112,10 @@ def exact_result(inputs: Inputs) -> Exact:
     case, rows = inputs.case, sampled_rows(inputs.case)
     group_size = case.heads // case.kv_heads
     q = to_host(inputs.q).reshape(-1, group_size, case.seqlen_q, case.head_dim)
-    k, v = (to_host(x).reshape(-1, case.seqlen_k, x.shape[-1]) for x in (inputs.k, inputs.v))
+    k = to_host(inputs.k).reshape(-1, case.seqlen_k, case.head_dim)
+    v = to_host(inputs.v).reshape(-1, case.seqlen_k, case.head_dim_v) if case.head_dim_v else k[..., :0]
     lengths = [len(range(case.seqlen_q)[some]) for some in rows]
-    values = np.empty((*q.shape[:2], sum(lengths), case.head_dim_v))
+    values = np.empty((*q.shape[:2], sum(lengths), *case.shape_out[3:]))
 
     def compute(heads: slice, some: slice, result: np.ndarray) -> None:
         # The rows of a group see the same keys: to `reference`, which is told who sees what, they are one long head.
@@ -122,8 +123,8 @@ def exact_result(inputs: Inputs) -> Exact:
         long = q[heads, :, some].reshape(-1, 1, len(mask), case.head_dim)
         added = _added(inputs, np.arange(len(q))[heads] % case.kv_heads, some)
         keys = (x[heads, np.newaxis] for x in (k, v))
-        out, _ = reference.attention(long, *keys, mask=mask, bias=added, softcap=case.softcap)
-        result[...] = out.reshape(result.shape)
+        out, lse = reference.attention(long, *keys, mask=mask, bias=added, softcap=case.softcap)
+        result[...] = (out if case.head_dim_v else lse).reshape(result.shape)
 
     # On shared cores the threads of BLAS wait for one another, many times as long as these products take.
     with threadpool_limits(1, "blas"), ThreadPoolExecutor(min(num_threads(), HELPERS)) as pool:
@@ -135,7 +136,7 @@ def exact_result(inputs: Inputs) -> Exact:
                 jobs.append(pool.submit(compute, heads, some, values[heads, :, end - length : end]))
         for job in jobs:
             job.result()
-    return Exact(case, rows, values.reshape(case.batch, case.heads, -1, case.head_dim_v))
+    return Exact(case, rows, values.reshape(case.batch, case.heads, sum(lengths), *case.shape_out[3:]))
 
 
 def _added(inputs: Inputs, kv_heads: np.ndarray, rows: slice) -> np.ndarray | None:
@@ -162,17 +163,17 @@ def check(exact: Exact, out: Any, xp: Any) -> Verdict:
     ----------
     exact : Exact
         Of the same problem.
-    out : array, shape (batch, heads, seqlen_q, head_dim_v)
+    out : array, shape `Case.shape_out`
         Of the library `xp`; any float dtype.
     xp : module
         numpy or cupy.
     """
     case, rows, values = exact
     got = np.concatenate([to_host(out[:, :, some].astype(np.float64)) for some in rows], axis=2)
-    rounded = values.astype(DTYPES[case.dtype]).astype(np.float64)
+    rounded = values.astype(DTYPES[case.dtype_out]).astype(np.float64)
     norm = float(np.linalg.norm(values)) or 1.0  # nothing is visible: only zeros are right
     error, rounding_error = (float(np.linalg.norm(x - values)) / norm for x in (got, rounded))
-    allowed = ALLOWED_DRIFT * rounding_error if case.value_mean else ALLOWED[case.dtype]
+    allowed = ALLOWED_DRIFT * rounding_error if case.value_mean else ALLOWED[case.dtype_out]
     mse = float(np.mean((got - values) ** 2)) if values.size else 0.0
     return Verdict(mse, error, rounding_error, allowed, _all_finite(out, xp))
 

@@ -12,7 +12,6 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from ..dense import attention
 from ..explain import Explanation, explain, warmup
 from ..options import options
 from ..plan.table import CPU_KERNEL, KERNELS
@@ -47,7 +46,7 @@ class Request(NamedTuple):
 
 def compute(inputs: Inputs, out: Any) -> None:
     """Run the call that is measured."""
-    attention(inputs.q, inputs.k, inputs.v, out=out, **inputs.options)
+    inputs.case.function(*inputs.arrays, out=out, **inputs.options)
 
 
 def measure(
@@ -92,12 +91,12 @@ def _measure_kernel(
 ) -> dict[str, Any]:
     case = inputs.case
     try:
-        explanation = explain(attention, inputs.q, inputs.k, inputs.v, **inputs.options)
+        explanation = explain(case.function, *inputs.arrays, **inputs.options)
     except ValueError as refusal:
         return {"kernel": settings().kernel, "refused": str(refusal)}
     result = describe(explanation)
     try:
-        out = poisoned(case.shape_out, case.dtype, backend.xp)
+        out = poisoned(case.shape_out, case.dtype_out, backend.xp)
         if exact is not None:
             compute(inputs, out)
             verdict = check(exact, out, backend.xp)
@@ -188,9 +187,9 @@ def compile_ahead(cases: list[Case], request: Request) -> None:
     def compile_one(case: Case, kernel: str) -> None:
         arrays = stand_ins(case)
         with suppress(Exception), chosen(kernel, request.tile):
-            warmup(attention, **arrays, **case.options)
+            warmup(case.function, **arrays, **case.options)
             # For the plan line, which names registers: the compiler says how many only when it is asked again.
-            explain(attention, **arrays, **case.options)
+            explain(case.function, **arrays, **case.options)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in cases:

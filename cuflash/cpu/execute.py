@@ -15,6 +15,8 @@ from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
 
 CACHE_SIZE = 1024
+_VALUES = slice(2, 4)
+"""Places of v and out among the arrays of a call."""
 _calls: dict[Any, HostCall] = {}
 
 
@@ -28,9 +30,8 @@ class HostCall:
         self._offset = sequence.offset
         shape, dtype = (*self._rows, problem.traits.head_dim_v), DTYPES[problem.traits.out_dtype]
         # Nearly always new results have nothing special, and there is no other one.
-        is_usual = problem.strides.lse is None and problem.strides.out[-len(shape) :] == contiguous_strides(
-            shape, dtype.itemsize
-        )
+        out = problem.strides.out if problem.strides.lse is None else None
+        is_usual = out is not None and out[-len(shape) :] == contiguous_strides(shape, dtype.itemsize)
         self._new_out = (shape, dtype) if is_usual else None
         # Place, shape as broadcast and shape in the sequence of each array that there is.
         self._forms = [
@@ -59,12 +60,14 @@ class HostCall:
             out = np.empty(*self._new_out)
         else:
             out, lse = _results(problem, self._rows, out, lse)
-        given = (*arrays[:3], out, lse, *arrays[5:9])  # a call without options names none
+        given = [*arrays[:3], out, lse, *arrays[5:9]]  # a call without options names none
+        if not problem.traits.has_values:
+            given[_VALUES] = _without_features(arrays[1], lse)
         views: list[Any] = [None] * len(cpu.ARRAYS)
         for place, full, shape in self._forms:
             views[place] = _broadcast(given[place], full).reshape(shape)
         cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[call-arg]
-        return out if problem.strides.lse is None else (out, lse)
+        return _returned(problem, out, lse)
 
 
 def find_on_host(
@@ -94,27 +97,25 @@ def execute_on_host(
     _announce(problem, chosen)
     rows, traits = result_rows(problem), problem.traits
     arrays = _inputs(problem, infos)
+    new_out, new_lse = _results(problem, rows, out, lse)
     # What is written goes past the methods of a caller's subclass of ndarray.
-    if out is None:
-        out = arrays["out"] = allocate((*rows, traits.head_dim_v), traits.out_dtype, problem.strides.out)
-    else:
-        arrays["out"] = infos["out"].array
-    if problem.strides.lse is not None and lse is None:
-        lse = arrays["lse"] = allocate(rows, traits.lse_dtype, problem.strides.lse)
-    else:
-        arrays["lse"] = None if lse is None else infos["lse"].array
+    arrays["out"] = new_out if out is None else infos["out"].array
+    arrays["lse"] = new_lse if lse is None else infos["lse"].array
+    out, lse = new_out, new_lse
+    if not traits.has_values:
+        arrays["v"], arrays["out"] = _without_features(arrays["k"], arrays["lse"])
     if problem.is_2d:
         arrays.update((name, x[None]) for name in ("out", "lse") if (x := arrays[name]) is not None)
     if problem.traits.op == "attention_varlen":
         cpu.attention_varlen(problem, arrays)
-        return out if problem.strides.lse is None else (out, lse)
+        return _returned(problem, out, lse)
     sequences = cpu.attention(problem, arrays)
     # What an array of offsets holds decides how the work is cut.
     if key is not None and problem.strides.query_offset is None and sequences:
         if len(_calls) >= CACHE_SIZE:
             _calls.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
         _calls[key] = HostCall(problem, arrays, sequences[0])
-    return out if problem.strides.lse is None else (out, lse)
+    return _returned(problem, out, lse)
 
 
 def _announce(problem: Problem, chosen: Settings) -> None:
@@ -125,12 +126,23 @@ def _announce(problem: Problem, chosen: Settings) -> None:
 
 def _results(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
     """Allocate the results that the caller has not given."""
-    traits = problem.traits
-    if out is None:
-        out = allocate((*rows, traits.head_dim_v), traits.out_dtype, problem.strides.out)
-    if problem.strides.lse is not None and lse is None:
-        lse = allocate(rows, traits.lse_dtype, problem.strides.lse)
+    traits, strides = problem.traits, problem.strides
+    if strides.out is not None and out is None:
+        out = allocate((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
+    if strides.lse is not None and lse is None:
+        lse = allocate(rows, traits.lse_dtype, strides.lse)
     return out, lse
+
+
+def _without_features(k: Any, lse: Any) -> tuple[Any, Any]:
+    """Values and output of a call that has none: of no features, so that what NumPy does with them is nothing."""
+    return k[..., :0], lse[..., np.newaxis][..., :0]
+
+
+def _returned(problem: Problem, out: Any, lse: Any) -> Any:
+    if problem.strides.lse is None:
+        return out
+    return (out, lse) if problem.traits.has_values else lse
 
 
 def check_settings(chosen: Settings) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..plan.partial import partial_of
+from ..plan.partial import partial_of, partial_results
 from ..plan.plan import BATCH_AXES, Axes, Plan
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import ARRAYS, HEAD_ARRAYS, Dtypes, Problem, Strides, Traits
@@ -126,9 +126,8 @@ def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
     """Pack what stands behind the addresses, for one launch of a plan."""
     strides, split_strides = problem.strides, (0, 0)
     if plan.num_splits > 1:
-        partial = partial_of(problem)
-        split_strides = partial.strides
-        strides = strides._replace(out=partial.out.strides, lse=partial.lse.strides)
+        split_strides = partial_of(problem).strides
+        strides = partial_results(problem).strides
     varlen = problem.traits.op == "attention_varlen"
     num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
     lengths = _pack_lengths(

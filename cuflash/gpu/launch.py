@@ -62,7 +62,7 @@ class Launch:
         self._parts = launch_parts(problem, plan)
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
         rows, traits, strides = result_rows(problem), problem.traits, problem.strides
-        self._out = Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
+        self._out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
         self._lse = Result(rows, traits.lse_dtype, strides.lse) if strides.lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
 
@@ -117,29 +117,33 @@ class Launch:
             print(f"cuflash: {self}", file=sys.stderr)
         if self._split is not None:
             return self._run_split(self._split, pointers, out, lse, workspace)
-        if out is None:
+        if out is None and self._out is not None:
             out = self._out.allocate(self._cupy)
             pointers[_OUT] = out.data.ptr
-        if self._lse is not None and lse is None:
+        if lse is None and self._lse is not None:
             lse = self._lse.allocate(self._cupy)
             pointers[_LSE] = lse.data.ptr
         self._start(pointers)
-        return out if self._lse is None else (out, lse)
+        return out if self._lse is None else lse if self._out is None else (out, lse)
 
     def _run_split(self, split: Split, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
         """Write partial results into a workspace, then merge them."""
-        cupy = self._cupy
-        allocates = out is None
-        out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
-        if allocates:
+        cupy, allocates_out, allocates_lse = self._cupy, out is None, lse is None
+        if self._out is not None:
+            out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
+            if allocates_lse and self._lse is not None:
+                lse = self._lse.allocate(cupy)
+        else:
+            assert self._lse is not None, "there is some result"
+            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, split.size, workspace)
+        if allocates_out and out is not None:
             pointers[_OUT] = out.data.ptr
-        if self._lse is not None and lse is None:
-            lse = self._lse.allocate(cupy)
+        if allocates_lse and lse is not None:
             pointers[_LSE] = lse.data.ptr
         result, pointers[_RESULTS] = pointers[_RESULTS], (address, address + split.lse_offset)
         self._start(pointers)
         split.finish(address, *result)
-        return out if self._lse is None else (out, lse)
+        return out if self._lse is None else lse if self._out is None else (out, lse)
 
     def _start(self, pointers: list[int]) -> None:
         for grid, packed, offsets in self._parts:
@@ -192,6 +196,8 @@ def find_on_gpu(
 ) -> tuple[Any, Launch | None, list[int]]:
     """Look up the launch of an earlier call of the same form; see `dispatch.find`."""
     gpu_type = type(q)
+    if v is None:
+        v = k  # the options say that there are no values, and nobody reads what stands for them
     if gpu_type is not _gpu_type() or type(k) is not gpu_type or type(v) is not gpu_type:
         return None, None, []
     q_data, k_data, v_data = q.data, k.data, v.data
@@ -231,7 +237,7 @@ def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a call's key its lengths do not change."""
     options, chosen, _, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key[:_OTHERS]
     fixed: tuple[Any, ...]
-    if options[0] == "attention":
+    if options[0] != "attention_varlen":
         # An array of one axis, which is wrong, has no last axis behind a sequence.
         features = q_shape[-2:][1:], k_shape[-2:][1:], v_shape[-2:][1:]
         fixed = q_shape[:-2], k_shape[:-2], v_shape[:-2], features

@@ -35,9 +35,10 @@ def merge_of_splits(problem: Problem, num_splits: int) -> Merge:
 
 @lru_cache(maxsize=1024)  # a key more or less, as from step to step of decoding, changes nothing here
 def _merge(
-    rows: tuple[int, ...], head_dim_v: int, dtype: str, out: Operand, lse: Operand | None, num_splits: int
+    rows: tuple[int, ...], head_dim_v: int, dtype: str, out: Operand | None, lse: Operand | None, num_splits: int
 ) -> Merge:
     partial = partial_layout(rows, head_dim_v, dtype)
+    out = out or partial.out  # without values, of no features: nothing is read or written
     return plan_merge(rows, head_dim_v, [partial.out], [partial.lse], out, lse, num_splits, partial.strides)
 
 

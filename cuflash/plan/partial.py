@@ -26,7 +26,7 @@ class Partial(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str) -> Partial:
-    """Layout of the partial results of `rows` x `head_dim_v`."""
+    """Layout of the partial results of `rows` x `head_dim_v`; of 0 features `out` takes no memory."""
     widths = head_dim_v, PARTIAL_COLUMNS
     out, lse = (_packed((*rows, width), dtype) for width in widths)
     out_step, lse_step = (prod(rows) * width * ITEMSIZE[dtype] for width in widths)
@@ -52,11 +52,13 @@ def partial_of(problem: Problem) -> Partial:
 
 def partial_traits(traits: Traits) -> Traits:
     """Return the traits of a problem whose results are partial: packed, so that they move like the inputs."""
-    return traits._replace(out_dtype=traits.lse_dtype, result_alignment=16)
+    out_dtype = traits.lse_dtype if traits.has_values else traits.out_dtype
+    return traits._replace(out_dtype=out_dtype, result_alignment=16)
 
 
 def partial_results(problem: Problem) -> Problem:
     """Return the problem whose `out` and `lse` are those of one split."""
     partial = partial_of(problem)
-    strides = problem.strides._replace(out=partial.out.strides, lse=partial.lse.strides)
+    out = partial.out.strides if problem.traits.has_values else None
+    strides = problem.strides._replace(out=out, lse=partial.lse.strides)
     return problem._replace(traits=partial_traits(problem.traits), strides=strides)

@@ -106,7 +106,7 @@ KERNELS = (
     KernelSpec(
         name="forward_mma",
         summary="tensor cores through mma.sync: float16 and bfloat16 from sm_80",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_lse"),
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         min_compute_capability=80,
@@ -124,7 +124,7 @@ KERNELS = (
     KernelSpec(
         name="precise_float32",
         summary="tensor cores by pairs of float16: float32 and tf32 from sm_80",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_lse"),
         dtypes=("float32",),
         features=FEATURES,
         min_compute_capability=80,
@@ -140,7 +140,7 @@ KERNELS = (
     KernelSpec(
         name="forward_wmma",
         summary="tensor cores through WMMA: float16 from sm_70, bfloat16 and tf32 from sm_80",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_lse"),
         dtypes=("float16", "bfloat16", "float32"),
         features=FEATURES,
         min_compute_capability=70,
@@ -156,7 +156,7 @@ KERNELS = (
     KernelSpec(
         name="precise_float64",
         summary="tensor cores in double precision: float64 on sm_80, sm_90 and sm_100",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_lse"),
         dtypes=("float64",),
         features=FEATURES,
         min_compute_capability=80,
@@ -172,7 +172,7 @@ KERNELS = (
     KernelSpec(
         name="forward_scalar",
         summary="any GPU, dtype and head_dim, on the ordinary arithmetic units",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_lse"),
         dtypes=FLOAT_NAMES,
         features=FEATURES,
         min_compute_capability=50,

@@ -30,7 +30,7 @@ def _rows(num_rows: int, bucket: int) -> int:
 
 def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
-    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v)
+    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
     size = _rows(tile.block_m, bucket) + _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
     size += (tile.num_threads // 32 if _warps_per_row(traits) > 1 else 1) * 64 * tile.block_n
     size += tile.block_m * 24 + (tile.block_m if traits.num_arrays or traits.alibi_slopes else 1) * 32

@@ -10,7 +10,7 @@ from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shar
 def scalar_bucket(head_dim: int) -> int:
     """16, 32, 64, then multiples of 32 and, above 192, of 64."""
     if head_dim <= 64:
-        return 16 if head_dim <= 16 else round_up(head_dim, 32)
+        return round_up(head_dim, 16 if head_dim <= 16 else 32)
     return round_up(head_dim, 32 if head_dim <= 192 else 64)
 
 
@@ -30,7 +30,7 @@ def scalar_shared_memory(traits: Traits, tile: Tile) -> int:
     pad = 16 // itemsize
     q = tile.block_m * (bucket + pad)
     slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
-    weights = tile.block_m * (tile.block_n + pad)
+    weights = (tile.block_m if bucket_v else 1) * (tile.block_n + pad)
     return round_up((q + slices + weights) * itemsize + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 

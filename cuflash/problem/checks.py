@@ -34,9 +34,10 @@ FLOAT32_MAX = 3.4028234663852886e38
 FLOAT32_TINY = 1.1754943508222875e-38
 
 
-def query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
-    q_info = inspect("q", q)
-    infos = {"q": q_info, "k": inspect("k", k), "v": inspect("v", v)}
+def operands(**arrays: Any) -> dict[str, ArrayInfo]:
+    """Check types of q, k and perhaps v, by their names."""
+    infos = {name: inspect(name, x) for name, x in arrays.items()}
+    q_info = infos["q"]
     for name, info in infos.items():
         if info.dtype not in FLOAT_NAMES:
             raise TypeError(f"{name} has dtype {info.dtype}, expected float16, bfloat16, float32 or float64")
@@ -49,7 +50,7 @@ def query_key_value(q: Any, k: Any, v: Any) -> dict[str, ArrayInfo]:
         if info.dtype != q_info.dtype:
             raise TypeError(
                 f"{name} has dtype {info.dtype} but q has {q_info.dtype}; "
-                "q, k and v share one dtype, convert with .astype()"
+                f"{'q, k and v' if 'v' in infos else 'q and k'} share one dtype, convert with .astype()"
             )
     return infos
 
@@ -72,36 +73,41 @@ def with_heads(info: ArrayInfo) -> ArrayInfo:
     return info._replace(shape=(1, *info.shape), strides=(0, *info.strides))
 
 
-def check_features(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo) -> None:
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+def check_features(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo | None = None) -> None:
+    head_dim = q.shape[-1]
     if k.shape[-1] != head_dim:
         raise ValueError(f"k has head_dim {k.shape[-1]} but q has {head_dim}")
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"q has head_dim {head_dim}, expected 1 to {MAX_HEAD_DIM}")
-    if not 1 <= head_dim_v <= MAX_HEAD_DIM:
-        raise ValueError(f"v has head_dim {head_dim_v}, expected 1 to {MAX_HEAD_DIM}")
+    if v is not None and not 1 <= v.shape[-1] <= MAX_HEAD_DIM:
+        raise ValueError(f"v has head_dim {v.shape[-1]}, expected 1 to {MAX_HEAD_DIM}")
 
 
 def check_heads(
-    num_heads_q: int, num_heads_k: int, num_heads_v: int, device: int, seqlens: tuple[int, int] | None = None
+    num_heads_q: int, num_heads_k: int, num_heads_v: int | None, device: int, seqlens: tuple[int, int] | None = None
 ) -> None:
-    """Raise a ValueError for heads that do not fit; the lengths tell whether heads and sequence may be confused."""
+    """Raise a ValueError for heads that do not fit; the lengths tell whether heads and sequence may be confused.
+
+    `num_heads_v` is None where there are no values.
+    """
     if num_heads_q > MAX_HEADS_ON_GPU and device != HOST:
         raise ValueError(f"q has {num_heads_q} heads, expected at most {MAX_HEADS_ON_GPU} on a GPU")
-    if num_heads_k != num_heads_v:
+    if num_heads_v not in (None, num_heads_k):
         raise ValueError(f"v has {num_heads_v} heads but k has {num_heads_k}")
-    if num_heads_q % num_heads_v if num_heads_v else num_heads_q:
+    if num_heads_q % num_heads_k if num_heads_k else num_heads_q:
         hint = ""
         if seqlens is not None and 0 < seqlens[1] <= seqlens[0] < num_heads_q and seqlens[0] % seqlens[1] == 0:
             hint = "; if axes are (batch, sequence, heads, feature), pass x.swapaxes(-3, -2) of each"
-        raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_v} heads of k and v{hint}")
+        of = "k" if num_heads_v is None else "k and v"
+        raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_k} heads of {of}{hint}")
 
 
-def broadcast_batch(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[int, ...]:
-    if q == k == v:
-        return q
+def broadcast_batch(q: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
+    """Leading axes of q, k and perhaps v together."""
     batch = q
-    for name, axes in (("k", k), ("v", v)):
+    for name, axes in zip("kv", others, strict=False):
+        if axes == batch:
+            continue
         try:
             batch = np.broadcast_shapes(batch, axes)
         except ValueError:
@@ -293,11 +299,9 @@ def _dtype_name(name: str, dtype: Any) -> str:
 def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: Any, out_shape: tuple[int, ...]) -> str:
     """Check `out`, `lse` and `out_dtype`; return the element type of `out`."""
     dtype = infos["q"].dtype
-    lse_name = "float64" if dtype == "float64" else "float32"
     out_name = dtype if out_dtype is None else _dtype_name("out_dtype", out_dtype)
     if out is None and lse is None:
         return out_name
-    inputs = list(infos.items())
     if out is not None:
         info = inspect("out", out)
         if out_dtype is None and info.dtype in FLOAT_NAMES:
@@ -306,16 +310,21 @@ def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: An
             given = out_dtype is not None
             expected = f"{out_name} as out_dtype says" if given else "float16, bfloat16, float32 or float64"
             raise TypeError(f"out has dtype {info.dtype}, expected {expected}")
-        _check_result("out", info, out_shape, inputs)
+        _check_result("out", info, out_shape, list(infos.items()))
         infos["out"] = info
-        inputs.append(("out", info))
     if lse is not None:
-        info = inspect("lse", lse)
-        if info.dtype != lse_name:
-            raise TypeError(f"lse has dtype {info.dtype}, expected {lse_name} (q has {dtype})")
-        _check_result("lse", info, out_shape[:-1], inputs)
-        infos["lse"] = info
+        check_lse(infos, "lse", lse, out_shape[:-1])
     return out_name
+
+
+def check_lse(infos: dict[str, ArrayInfo], name: str, lse: Any, shape: tuple[int, ...]) -> None:
+    """Check an array for the lse, which the call names `name`, and enter it in `infos`."""
+    info, dtype = inspect(name, lse), infos["q"].dtype
+    expected = "float64" if dtype == "float64" else "float32"
+    if info.dtype != expected:
+        raise TypeError(f"{name} has dtype {info.dtype}, expected {expected} (q has {dtype})")
+    _check_result(name, info, shape, list(infos.items()))
+    infos[name] = info
 
 
 def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:

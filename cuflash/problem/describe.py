@@ -1,6 +1,6 @@
 """From a call to its `Problem`: arrays and options, checked once.
 
-Every public function goes through `describe_attention` or `describe_varlen`. They raise for anything the contract
+Every public function goes through a `describe_...` of its own. They raise for anything the contract
 excludes - before a byte is allocated, launched or written.
 """
 
@@ -14,8 +14,10 @@ from .checks import (
     check_cu_seqlens,
     check_features,
     check_heads,
+    check_lse,
     check_results,
     check_workspace,
+    operands,
     optional_array,
     parse_causal,
     parse_flag,
@@ -24,7 +26,6 @@ from .checks import (
     parse_scale,
     parse_softcap,
     parse_window,
-    query_key_value,
     with_heads,
 )
 from .kind import Kind
@@ -32,10 +33,31 @@ from .problem import ARRAYS, Dtypes, Problem, Strides, Traits, dense_shapes, var
 from .signatures import Causal
 
 
-def describe_attention(
-    q: Any,
-    k: Any,
-    v: Any,
+def describe_attention(q: Any, k: Any, v: Any, **options: Any) -> tuple[Problem, dict[str, ArrayInfo]]:
+    """Check a call of `attention`; return its meaning and the arrays that it names.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With argument, got and expected, for anything that the contract excludes.
+    """
+    return _describe_dense("attention", operands(q=q, k=k, v=v), **options)
+
+
+def describe_attention_lse(q: Any, k: Any, *, out: Any = None, **options: Any) -> tuple[Problem, dict[str, ArrayInfo]]:
+    """Check a call of `attention_lse`; return its meaning and the arrays that it names, `out` as what it is: the lse.
+
+    Raises
+    ------
+    TypeError, ValueError
+        With argument, got and expected, for anything that the contract excludes.
+    """
+    return _describe_dense("attention_lse", operands(q=q, k=k), lse=out, return_lse=True, **options)
+
+
+def _describe_dense(
+    op: str,
+    infos: dict[str, ArrayInfo],
     *,
     causal: Causal = False,
     window: Any = None,
@@ -53,26 +75,11 @@ def describe_attention(
     out_dtype: Any = None,
     workspace: Any = None,
 ) -> tuple[Problem, dict[str, ArrayInfo]]:
-    """Check a call of `attention`; return its meaning and the arrays that it names.
+    given = [with_heads(info) for info in infos.values()]
+    is_2d = all(len(info.shape) == 2 for info in infos.values())
+    batch, heads, seqlens, head_dims = _dense_axes(given)
 
-    Raises
-    ------
-    TypeError, ValueError
-        With argument, got and expected, for anything that the contract excludes.
-    """
-    infos = query_key_value(q, k, v)
-    q_info, k_info, v_info = infos["q"], infos["k"], infos["v"]
-    is_2d = len(q_info.shape) == len(k_info.shape) == len(v_info.shape) == 2
-    q_info, k_info, v_info = with_heads(q_info), with_heads(k_info), with_heads(v_info)
-    num_heads_q, seqlen_q, head_dim = q_info.shape[-3:]
-    num_heads_kv, seqlen_k, head_dim_v = v_info.shape[-3:]
-    check_features(q_info, k_info, v_info)
-    if k_info.shape[-2] != seqlen_k:
-        raise ValueError(f"v has {seqlen_k} keys (axis -2) but k has {k_info.shape[-2]}")
-    check_heads(num_heads_q, k_info.shape[-3], num_heads_kv, q_info.device, (seqlen_q, seqlen_k))
-    batch = broadcast_batch(q_info.shape[:-3], k_info.shape[:-3], v_info.shape[:-3])
-
-    found = dense_shapes(batch, (num_heads_q, num_heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v))
+    found = dense_shapes(batch, heads, seqlens, head_dims)
     shapes: dict[str, Any] = dict(zip(ARRAYS, found, strict=True))
     if bias is not None:
         optional_array(infos, "bias", bias, FLOAT_NAMES, shapes["bias"])
@@ -82,24 +89,31 @@ def describe_attention(
         optional_array(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, shapes["alibi_slopes"])
     if sinks is not None:
         optional_array(infos, "sinks", sinks, FLOAT_NAMES, shapes["sinks"])
-    right, offset = parse_causal(causal, query_offset, seqlen_k - seqlen_q)
+    right, offset = parse_causal(causal, query_offset, seqlens[1] - seqlens[0])
     if query_offset is not None and offset is None:
         optional_array(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
     window_left, window_right = parse_window(window, right)
-    result_shape = shapes["out"][1:] if is_2d else shapes["out"]
-    out_name = check_results(infos, out, lse, out_dtype, result_shape)
+    out_shape = shapes["out"][1:] if is_2d else shapes["out"]
+    if op == "attention_lse":
+        out_name = infos["q"].dtype
+        if lse is not None:
+            check_lse(infos, "out", lse, out_shape[:-1])
+    else:
+        out_name = check_results(infos, out, lse, out_dtype, out_shape)
     if workspace is not None:
         check_workspace(infos, workspace)
+    if op == "attention_lse" and "out" in infos:
+        infos["lse"] = infos.pop("out")
     strides = _strides_to_find(parse_flag("return_lse", return_lse) or lse is not None)
-    scale = parse_scale(scale, head_dim, q_info.dtype)
-    traits = _traits("attention", infos, out_name, (window_left, window_right), softcap, precision)
+    scale = parse_scale(scale, head_dims[0], infos["q"].dtype)
+    traits = _traits(op, infos, out_name, (window_left, window_right), softcap, precision)
     like = Problem(
         traits=traits,
         batch=batch,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
+        num_heads_q=heads[0],
+        num_heads_kv=heads[1],
+        seqlen_q=seqlens[0],
+        seqlen_k=seqlens[1],
         window_left=window_left,
         window_right=window_right,
         query_offset=offset,
@@ -110,6 +124,22 @@ def describe_attention(
         is_2d=is_2d,
     )
     return _at(like, infos), infos
+
+
+def _dense_axes(
+    given: list[ArrayInfo],
+) -> tuple[tuple[int, ...], tuple[int, int], tuple[int, int], tuple[int, int]]:
+    """Check the shapes of q, k and perhaps v; return leading axes, heads, lengths and head dimensions."""
+    q, k, *values = given
+    num_heads_q, seqlen_q, head_dim = q.shape[-3:]
+    num_heads_kv, seqlen_k, _ = k.shape[-3:]
+    head_dim_v, num_heads_v = (values[0].shape[-1], values[0].shape[-3]) if values else (0, None)
+    check_features(*given)
+    if values and values[0].shape[-2] != seqlen_k:
+        raise ValueError(f"v has {values[0].shape[-2]} keys (axis -2) but k has {seqlen_k}")
+    check_heads(num_heads_q, num_heads_kv, num_heads_v, q.device, (seqlen_q, seqlen_k))
+    batch = broadcast_batch(*(info.shape[:-3] for info in given))
+    return batch, (num_heads_q, num_heads_kv), (seqlen_q, seqlen_k), (head_dim, head_dim_v)
 
 
 def describe_varlen(
@@ -140,7 +170,7 @@ def describe_varlen(
     TypeError, ValueError
         With argument, got and expected, for anything that the contract excludes.
     """
-    infos = query_key_value(q, k, v)
+    infos = operands(q=q, k=k, v=v)
     q_info, k_info, v_info = infos["q"], infos["k"], infos["v"]
     for name in ("q", "k", "v"):
         if len(infos[name].shape) != 3:
@@ -203,7 +233,7 @@ def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
 
 
 def _strides_to_find(lse: bool) -> Strides:
-    return Strides((), (), (), (), () if lse else None)
+    return Strides((), (), lse=() if lse else None)
 
 
 def _dtypes(infos: dict[str, ArrayInfo]) -> Dtypes:
@@ -227,7 +257,7 @@ def _traits(
         out_dtype=out_dtype,
         precision=parse_precision(precision, dtype),
         head_dim=infos["q"].shape[-1],
-        head_dim_v=infos["v"].shape[-1],
+        head_dim_v=infos["v"].shape[-1] if "v" in infos else 0,
         softcap=cap,
         window=window != (None, None),
         bias=infos["bias"].dtype if "bias" in infos else "",

@@ -22,6 +22,7 @@ from .problem import (
     varlen_shapes,
 )
 
+_V = ARRAYS.index("v")
 _OUT, _LSE = _RESULTS = ARRAYS.index("out"), ARRAYS.index("lse")
 _CU_SEQLENS_Q, _CU_SEQLENS_K = ARRAYS.index("cu_seqlens_q"), ARRAYS.index("cu_seqlens_k")
 
@@ -43,8 +44,10 @@ class Kind:
         self._heads = like.num_heads_q, like.num_heads_kv
         self._head_dims = traits.head_dim, traits.head_dim_v
         self._sizes = itemsizes(like)
-        there = True, True, True, True, True, traits.bias, traits.mask, *like.dtypes
+        self._has_values = values = traits.has_values
+        there = True, True, values, values, True, traits.bias, traits.mask, *like.dtypes
         self._places = [i for i, found in enumerate(there) if found]
+        self._without_vectors = [i for i in self._places if i > _OUT]
         size = self._sizes[0]
         self._widths = (
             16 if (traits.head_dim | traits.head_dim_v) * size % 16 == 0 else size,
@@ -58,7 +61,8 @@ class Kind:
         Parameters
         ----------
         shapes, strides, pointers
-            Of the arrays in the order of `ARRAYS`, strides in bytes; None and 0 for those that are not given.
+            Of the arrays in the order of `ARRAYS`, strides in bytes; None and 0 for those that are not given. Of values
+            that the operation does not take they may be anything.
         """
         like = self._like
         batch, offset = like.batch, like.query_offset
@@ -69,13 +73,16 @@ class Kind:
             batch = (boundaries[0] - 1,)
             seqlen_q, seqlen_k, num_values = shapes[0][0], shapes[1][0], shapes[2][0]
         else:
-            seqlen_q, seqlen_k, num_values = shapes[0][-2], shapes[1][-2], shapes[2][-2]
+            seqlen_q, seqlen_k = shapes[0][-2], shapes[1][-2]
+            num_values = shapes[_V][-2] if self._has_values else seqlen_k
             if like.bottom_right:
                 offset = seqlen_k - seqlen_q
         if num_values != seqlen_k:
             return None
         targets = self._shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
         found = list(strides)
+        if not self._has_values:
+            found[_V] = None
         for i in self._places:
             shape, target = shapes[i], targets[i]
             if shape is None or (shape == target and not like.is_2d):
@@ -85,7 +92,7 @@ class Kind:
             found[i] = broadcast_strides(shape, strides[i], target)
             if found[i] is None:
                 return None
-        if found[_OUT] is None:
+        if found[_OUT] is None and self._has_values:
             found[_OUT] = strides_like(targets[_OUT], found[0], self._sizes[_OUT])
         if found[_LSE] is None and like.strides.lse is not None:
             found[_LSE] = strides_like(targets[_LSE], found[0], self._sizes[_LSE])
@@ -103,13 +110,13 @@ class Kind:
 
     def _all_aligned(self, strides: Sequence[Any], pointers: Sequence[int]) -> bool:
         """Whether everything certainly lies as it is best (False: look closer)."""
-        q, k, v, out = strides[:4]
+        q, k, v, out = strides[:4] if self._has_values else (*strides[:2], *strides[:2])
         sizes = self._sizes
         if [q[-1], k[-1], v[-1], out[-1]] != sizes[:4]:
             return False
         if gcd(16, *pointers[:4], *q[:-1], *k[:-1], *v[:-1], *out[:-1]) != 16:
             return False
-        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._places[_LSE:])
+        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._without_vectors)
 
     def _exact_widths(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int]:
         """Bytes that can move together of the inputs and of what is written; 1 if an element lies on no boundary."""

@@ -20,8 +20,8 @@ class Strides(NamedTuple):
 
     q: tuple[int, ...]
     k: tuple[int, ...]
-    v: tuple[int, ...]
-    out: tuple[int, ...]
+    v: tuple[int, ...] | None = None
+    out: tuple[int, ...] | None = None
     lse: tuple[int, ...] | None = None
     bias: tuple[int, ...] | None = None
     mask: tuple[int, ...] | None = None
@@ -62,12 +62,13 @@ class Traits(NamedTuple):
     """All that a build may depend on: no length, no stride, and of the values only the cap."""
 
     op: str
-    """`"attention"` or `"attention_varlen"`."""
+    """`"attention"`, `"attention_varlen"` or `"attention_lse"`."""
     dtype: str
     out_dtype: str
     precision: str
     head_dim: int
     head_dim_v: int
+    """0 where there are no values, and the lse is all that is computed."""
     softcap: float
     """0.0 when off."""
     window: bool
@@ -83,6 +84,11 @@ class Traits(NamedTuple):
     """16 if q, k and v can move in 16-byte vectors, 1 if an element of any input lies on no boundary, else its size."""
     result_alignment: int
     """The same of what is written."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether there are values, and an output."""
+        return self.head_dim_v != 0
 
     @property
     def num_arrays(self) -> int:
@@ -208,10 +214,11 @@ def describe_in_words(problem: Problem) -> str:
     """One line that says what is computed."""
     p, traits = problem, problem.traits
     axes = "x".join(map(str, p.batch)) or "1"
+    other_dim = traits.has_values and traits.head_dim_v != traits.head_dim
     parts = [
         f"{traits.op} {traits.dtype}" + (f"->{traits.out_dtype}" if traits.out_dtype != traits.dtype else ""),
         f"batch {axes}, heads {p.num_heads_q}/{p.num_heads_kv}, {p.seqlen_q} x {p.seqlen_k}",
-        f"head_dim {traits.head_dim}" + (f"/{traits.head_dim_v}" if traits.head_dim_v != traits.head_dim else ""),
+        f"head_dim {traits.head_dim}" + (f"/{traits.head_dim_v}" if other_dim else ""),
     ]
     if traits.window:
         parts.append(f"window ({p.window_left}, {p.window_right})")

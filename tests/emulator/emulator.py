@@ -30,7 +30,7 @@ from cuflash.plan.partial import partial_of
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
-from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from cuflash.problem.parts import Parts, describe_parts, result_operands
 from cuflash.problem.problem import ARRAYS, Problem, result_rows
 from cuflash.settings import Settings
@@ -237,7 +237,7 @@ def compile_kernel(program: Program, sources: Path | None = None) -> Kernel:
 
 
 class Emulator:
-    """Calls of `attention` and `attention_varlen` with NumPy arrays, computed by a CUDA kernel on the CPU."""
+    """Calls of the functions of attention with NumPy arrays, computed by a CUDA kernel on the CPU."""
 
     def __init__(
         self,
@@ -257,7 +257,8 @@ class Emulator:
 
     def function(self, case: Case) -> Any:
         """Return the stand-in for `case.function`."""
-        return self.attention if case.cu_seqlens is None else self.attention_varlen
+        found: Any = getattr(self, case.function.__name__)
+        return found
 
     def attention(self, *arrays: Any, **options: Any) -> Any:
         """Compute `cuflash.attention(...)`."""
@@ -266,6 +267,10 @@ class Emulator:
     def attention_varlen(self, *arrays: Any, **options: Any) -> Any:
         """Compute `cuflash.attention_varlen(...)`."""
         return self.run(*describe_varlen(*arrays, **options), options.get("out"), options.get("lse"))
+
+    def attention_lse(self, *arrays: Any, out: Any = None, **options: Any) -> Any:
+        """Compute `cuflash.attention_lse(...)`."""
+        return self.run(*describe_attention_lse(*arrays, out=out, **options), None, out)
 
     def refuses(self, problem: Problem) -> bool:
         """Whether the kernel does not serve the problem."""
@@ -277,7 +282,8 @@ class Emulator:
         rows = result_rows(problem)
         spans = {name: _span(info) for name, info in infos.items()}
         traits, strides = problem.traits, problem.strides
-        out, spans["out"] = _result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
+        if strides.out is not None:
+            out, spans["out"] = _result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
         if strides.lse is not None:
             lse, spans["lse"] = _result(rows, traits.lse_dtype, strides.lse, lse)
         pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
@@ -285,7 +291,7 @@ class Emulator:
         if plan.num_splits > 1:
             return self._run_split(problem, plan, pointers, ranges, out, lse)
         self._launch(problem, plan, pointers, ranges)
-        return out if lse is None else (out, lse)
+        return out if lse is None else lse if out is None else (out, lse)
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
@@ -306,7 +312,7 @@ class Emulator:
         end = begin + plan.workspace
         between = begin + plan.num_splits * partial_of(problem).strides[0]
         inputs = [found for found in ranges if not found[3]]
-        halves = [(begin, between, "partial out"), (between, end, "partial lse")]
+        halves = [(begin, between, "partial out"), (between, end, "partial lse")][begin == between :]
         at = [*pointers[:3], begin, between, *pointers[5:]]
         self._launch(problem, plan, at, [*inputs, *((*half, True) for half in halves)])
         merge = merge_of_splits(problem, plan.num_splits)
@@ -314,7 +320,7 @@ class Emulator:
         results = [found for found in ranges if found[3]] + [(*half, False) for half in halves]
         for packed in merge.arguments([begin], [between], *pointers[3:5]):
             kernel.launch(merge.num_blocks, NUM_THREADS, 0, packed, results, self.seed)
-        return out if lse is None else (out, lse)
+        return out if lse is None else lse if out is None else (out, lse)
 
 
 def _span(info: ArrayInfo) -> tuple[int, int, int]:

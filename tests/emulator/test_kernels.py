@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
 from hypothesis import given, settings
-from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, packed_calls
+from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, lse_calls, packed_calls
 from kernels.test_random import assert_right_twice as assert_call_right_twice
 
 from cuflash.gpu import launch
@@ -88,7 +88,7 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
     ("capability", "dtype"),  # each has tiles of its own
     [(75, "float16"), (80, "float16"), (86, "float16"), (80, "float32"), (80, "float64"), (86, "float64")],
 )
-@pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131"])
+@pytest.mark.parametrize("name", ["everything", "packed-plain-True", "causal-200x131", "lse-causal-200x131"])
 @pytest.mark.share(len(KERNELS))
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The two tallest tiles and the lowest, of devices with less shared memory."""
@@ -103,8 +103,12 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
 
 @pytest.mark.share(2)
 @pytest.mark.parametrize(
-    "name", ["everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything"]
-)
+    "name",
+    [
+        "everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything",
+        "lse-everything",
+    ],
+)  # fmt: skip
 def test_every_tile_of_forward_mma(name: str) -> None:
     """One buffer for keys and two, all heights, rows that warps share, and blocks whose halves play ping-pong."""
     case, spec = CASES_BY_NAME[name], Emulator("forward_mma").spec
@@ -134,6 +138,7 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
     ("calls", "max_examples"),
     [
         pytest.param(dense_calls(gpu=True), 15, id="dense"),
+        pytest.param(lse_calls(gpu=True), 8, id="lse"),
         pytest.param(alike_calls(), 12, id="alike"),
         pytest.param(packed_calls(gpu=True), 12, id="packed"),
     ],

@@ -87,6 +87,35 @@ def test_graph_capture_replays_with_new_data() -> None:
     _close(allocated, q, q, q)
 
 
+def test_lse_alone(allocations: Any) -> None:
+    """New, in place, replayed with new data, with one allocation, and for arrays of other lengths."""
+    q = _draw(2, 4, 130, 64)
+    out = cupy.empty((2, 4, 2 * 130), np.float32)[..., ::2]
+    for keys in (130, 70, 130, 301):
+        k = _draw(2, 2, keys, 64, seed=1)
+        expected = reference.attention_lse(q.get(), k.get(), causal=True)
+        with allocations() as sizes:
+            lse = cuflash.attention_lse(q, k, causal=True)
+        assert sizes == [lse.nbytes] and lse.dtype == np.float32
+        np.testing.assert_allclose(lse.get(), expected, rtol=1e-5, atol=1e-5)
+        assert cuflash.attention_lse(q, k, causal=True, out=out) is out
+        np.testing.assert_array_equal(out.get(), lse.get())
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        cuflash.attention_lse(q, k, causal=True, out=q[..., 0])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cuflash.attention_lse(q, k, causal=True, out=out)
+        allocated = cuflash.attention_lse(q, k, causal=True)
+        graph = stream.end_capture()
+        q *= 0.5
+        graph.launch()
+    stream.synchronize()
+    expected = reference.attention_lse(q.get(), k.get(), causal=True)
+    for lse in (out, allocated):
+        np.testing.assert_allclose(lse.get(), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_allocates_results_only(allocations: Any) -> None:
     q = _draw(2, 4, 200, 64)
     cuflash.attention(q, q, q, return_lse=True)

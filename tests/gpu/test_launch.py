@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense
+from cuflash import dense, lse
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
-from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe import describe_attention, describe_attention_lse
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
@@ -125,6 +125,30 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not split_call.takes(cupy.ndarray(scratch.shape, np.uint8, k.data + 64), pointers), "over the keys"
 
 
+def test_splits_without_values_have_sums_alone_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[list[int]] = []
+
+    def kernel_function(program: Any, device_id: int) -> Any:
+        def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
+            launched.append(_pointers(arguments, 4 if program.kernel == "merge" else 5))
+
+        return function
+
+    for module in (launch, workspace):
+        monkeypatch.setattr(module, "kernel_function", kernel_function)
+    q, k = _array((2, 4, 1, 64), np.float16, "contiguous"), _array((2, 4, 9000, 64), np.float16, "contiguous")
+    problem, _ = describe_attention_lse(q, k)
+    call = launch.Launch(problem, make_plan(problem, device_of(90), AUTOMATIC), 0)
+    call._get_device = lambda: 0
+    assert call.plan.num_splits > 1 and call.plan.workspace == call.plan.num_splits * 2 * 4 * 3 * 4
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, call.plan.workspace, None, 0), 0)
+    scratch, out = cupy.ndarray((call.plan.workspace,), np.uint8, memory), cupy.ndarray((2, 4, 1), "f", q.data)
+    assert call.takes(scratch, [q.data.ptr, k.data.ptr, *[0] * 10])
+    assert call.run([1, 2, 0, 0, 500] + [0] * 7, None, out, scratch) is out
+    at = 1 << 45
+    assert launched == [[1, 2, 0, at, at], [at, at, 0, 500]]
+
+
 class _Changing:
     """A number that is equal to itself alone, as a 0-d tensor is, and changes."""
 
@@ -151,12 +175,14 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> Any:
     def problem(op: str = "attention", **options: Any) -> Any:
         if op == "attention":
             return cuflash.attention(q, q, q, **options)
+        if op == "attention_lse":
+            return cuflash.attention_lse(q, q, **options)
         return cuflash.attention_varlen(tokens, tokens, tokens, lengths, **options)
 
     return problem
 
 
-@pytest.mark.parametrize("op", ["attention", "attention_varlen"])
+@pytest.mark.parametrize("op", ["attention", "attention_varlen", "attention_lse"])
 @pytest.mark.parametrize(
     ("option", "field", "build"),
     [
@@ -190,7 +216,9 @@ EQUAL = (
     ("op", "right", "wrong"),
     [
         *((op, *pair) for op in ("attention", "attention_varlen") for pair in EQUAL),
+        *(("attention_lse", *pair) for pair in EQUAL if "return_lse" not in pair[0]),
         ("attention", {"query_offset": 1}, {"query_offset": True}),
+        ("attention_lse", {"query_offset": 1}, {"query_offset": True}),
         ("attention_varlen", {"max_seqlen_q": 1}, {"max_seqlen_q": 1.0}),
     ],
     ids=str,
@@ -271,12 +299,31 @@ def test_other_lengths_are_not_checked_again(
     assert {n: call(n) for n in expected} == expected
 
 
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lse"])
+def test_other_lengths_without_values_are_not_checked_again(
+    kind: str, problems: Any, apart: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(n: int) -> Any:
+        options = KINDS[kind](n, apart) if kind != "out" else {"out": apart(2, 4, n, dtype=np.float32)}
+        return cuflash.attention_lse(apart(2, 4, n, 64), apart(2, 4, n, 64), **options)
+
+    expected = {n: call(n) for n in (100, 1, 301)}
+    assert all(problem.traits.op == "attention_lse" and problem.strides.v is None for problem in expected.values())
+    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(lse, "describe_attention_lse", None)
+    assert {n: call(n) for n in expected} == expected
+
+
 def test_axes_that_are_missing_are_no_lengths(problems: Any, apart: Any) -> None:
     q, k, cu_seqlens = apart(5, 8), apart(7, 8), apart(3, dtype=np.int32)
     cuflash.attention(q, k, k)
     for wrong in ((q[0], k, k), (q, k[0], k), (q, k, k[0]), (q[0, 0], k, k)):
         with pytest.raises(ValueError, match=r"has shape .*, expected \(\.\.\., heads, sequence, feature\)"):
             cuflash.attention(*wrong)
+    cuflash.attention_lse(q, k)
+    for wrong_pair in ((q[0], k), (q, k[0]), (q[0, 0], k)):
+        with pytest.raises(ValueError, match=r"has shape .*, expected \(\.\.\., heads, sequence, feature\)"):
+            cuflash.attention_lse(*wrong_pair)
     x = apart(9, 2, 8)
     cuflash.attention_varlen(x, x, x, cu_seqlens)
     for packed in ((x[0], x, x), (x, x[0, 0], x), (x, x, x[0, 0, 0])):

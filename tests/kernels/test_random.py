@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.plan.table import KERNELS, KernelSpec
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
-from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data
+from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data, results_of
 
 Shape = tuple[int, ...]
 
@@ -164,6 +164,20 @@ def dense_calls(draw: Callable[[Any], Any], gpu: bool) -> Call:
     full_k = shapes["k"] if is_2d else (*batch, num_heads_kv, seqlen_k, head_dim)
     case = Case("random", full_q, full_k, head_dim_v, options, arrays, give_out=give_out)
     return Call(case, dtype, shapes, _draw_layouts(draw, ranks, give_out), (), **_values(draw))
+
+
+def lse_calls(gpu: bool) -> st.SearchStrategy[Call]:
+    """Calls of `attention_lse`: those of `attention` without values, whose leading axes the queries have then."""
+
+    def without_values(call: Call) -> Call:
+        options = {name: value for name, value in call.case.options.items() if name != "out_dtype"}
+        shapes = {**call.shapes, "q": call.case.shape_q, "v": (*call.shapes["v"][:-1], 0)}
+        layout = call.layouts["q"] if len(shapes["q"]) == len(call.shapes["q"]) else "contiguous"
+        return call._replace(
+            case=call.case._replace(head_dim_v=0, options=options), shapes=shapes, layouts={**call.layouts, "q": layout}
+        )
+
+    return dense_calls(gpu).map(without_values)
 
 
 @st.composite
@@ -322,11 +336,16 @@ def _run(call: Call, data: Data, xp: Any, function: Any = None) -> Outcome:
         results["out"] = Poisoned(xp, shape, out_dtype, call.layouts["out"])
         results["lse"] = Poisoned(xp, shape[:-1], lse_dtype, call.layouts["lse"])
     keywords = {name: x.array for name, x in (options | results).items()} | dict(case.options)
-    out, lse = (function or case.function)(*(x.array for x in inputs.values()), return_lse=True, **keywords)
+    arrays = [x.array for x in inputs.values()]
+    out, lse = results_of(case, function or case.function, arrays, keywords)
+    if out is None:
+        out = xp.empty(expected_shape(case), DTYPES[call.dtype])
+    elif results:
+        assert out is results["out"].array
     clean = all(x.unchanged() for x in (inputs | options).values())
     clean &= all(x.unchanged(outside_only=True) for x in results.values())
     if results:
-        assert out is results["out"].array and lse is results["lse"].array
+        assert lse is results["lse"].array
         out, lse = results["out"].values(), results["lse"].values()
     elif xp is not np:
         out, lse = out.get(), lse.get()
@@ -345,6 +364,12 @@ def assert_right_twice(call: Call, xp: Any, function: Any = None, spec: KernelSp
 @settings(SETTINGS, max_examples=500)
 @given(dense_calls(gpu=False))
 def test_dense_on_the_cpu(call: Call) -> None:
+    assert_right_twice(call, np)
+
+
+@settings(SETTINGS, max_examples=200)
+@given(lse_calls(gpu=False))
+def test_lse_on_the_cpu(call: Call) -> None:
     assert_right_twice(call, np)
 
 
@@ -371,6 +396,7 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
     ("calls", "max_examples"),
     [
         pytest.param(dense_calls(gpu=True), 100, id="dense"),
+        pytest.param(lse_calls(gpu=True), 50, id="lse"),
         pytest.param(alike_calls(), 300, id="alike"),
         pytest.param(packed_calls(gpu=True), 50, id="packed"),
     ],

@@ -25,14 +25,14 @@ from cuflash.gpu.compile import (
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
-from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from cuflash.problem.problem import Problem
 from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-FEW, FEWEST = ("64", "128", "256", "everything"), ("128", "everything")
+FEW, FEWEST = ("64", "128", "256", "everything", "lse_128"), ("128", "everything")
 FEWER_PROBLEMS = {
     "forward_mma": {86: FEW, 89: FEWEST, 100: (*FEW, "bias_64", "bias_128", "mask_256")},
     "forward_wmma": {86: FEW, 89: FEWEST, 90: FEW, 100: FEW, 120: FEW},
@@ -91,6 +91,11 @@ def representative_problems(*, tensor_cores: bool) -> dict[str, Problem]:
         bias, mask = _info((2048, 2048), "float32"), _info((2048, 2048), "bool")
         options: dict[str, Any] = {"bias": bias, "mask": mask, "softcap": 2.0, "out_dtype": "float64"}
         problems[f"{dtype}-everything"] = describe_attention(x, x, x, **options)[0]
+        without_values = {name: option for name, option in options.items() if name != "out_dtype"}
+        problems[f"{dtype}-lse_everything"] = describe_attention_lse(x, x, **without_values)[0]
+        for head_dim in (64, 128, 256):
+            q = _info((16, 16, 2048, head_dim), dtype)
+            problems[f"{dtype}-lse_{head_dim}"] = describe_attention_lse(q, q, causal=True)[0]
         if (tensor_cores and dtype in ("float16", "bfloat16")) or dtype == "float64":
             problems |= _tensor_core_problems(dtype, bias, mask)
         elif dtype == "float16":  # at the limit of registers with which three blocks share a multiprocessor

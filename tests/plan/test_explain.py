@@ -262,15 +262,17 @@ def test_device_is_a_compute_capability(wrong: Any) -> None:
 @pytest.mark.parametrize("wrong", [None, "attention", np.matmul, print])
 @pytest.mark.parametrize("function", [explain, warmup])
 def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"function is .*, expected cuflash\.attention or cuflash\.attention_varlen"):
+    with pytest.raises(
+        TypeError, match=r"function is .*, expected cuflash\.attention, attention_lse or attention_varlen"
+    ):
         function(wrong, Q, Q, Q)
 
 
 @pytest.mark.parametrize("called", [explain, warmup])
 def test_a_forgotten_function_is_named_and_no_array_printed(called: Callable[..., Any]) -> None:
     words = (
-        "function is a ndarray of shape (2, 5, 8), expected cuflash.attention or cuflash.attention_varlen, before the "
-        f"arguments of the call: {called.__name__}(cuflash.attention, q, k, v, ...)"
+        "function is a ndarray of shape (2, 5, 8), expected cuflash.attention, attention_lse or attention_varlen, "
+        f"before the arguments of the call: {called.__name__}(cuflash.attention, q, k, v, ...)"
     )
     with pytest.raises(TypeError, match=re.escape(words) + "$"):
         called(Q, Q, Q)
@@ -368,3 +370,17 @@ def test_gpu_available_survives_a_broken_cupy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(installed, "driver_installed", lambda: True)
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert installed.gpu_available() is False
+
+
+def test_a_call_without_values() -> None:
+    q = np.empty((1, 8, 4, 64), np.float32)
+    k = np.empty((1, 8, 50_000, 64), np.float32)
+    found = explain(cuflash.attention_lse, q, k, causal=True, device=90)
+    assert found.plan is not None and found.workspace == found.plan.num_splits * 8 * 4 * 3 * 4 > 0
+    macros = dict(found.plan.program.macros)
+    assert macros["HEAD_DIM_V"] == 0 and found.spill_bytes in (None, 0)
+    assert str(found).startswith("attention_lse float32, batch 1, heads 8/8, 4 x 50000, head_dim 64, ")
+    out = np.empty((1, 8, 4), np.float32)
+    assert explain(cuflash.attention_lse, q, k, out=out, device=90).plan is not None
+    with pytest.raises(ValueError, match=r"out has shape \(1, 8, 4, 64\), expected \(1, 8, 4\)"):
+        explain(cuflash.attention_lse, q, k, out=q, device=90)

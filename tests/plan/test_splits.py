@@ -20,6 +20,7 @@ from cuflash.plan.partial import partial_of, partial_results
 from cuflash.plan.plan import make_plan, refusals
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
+from cuflash.problem.describe import describe_attention_lse
 from cuflash.problem.problem import Problem
 from cuflash.settings import AUTOMATIC, Settings
 from cuflash.testing import check, describe, make_data, run
@@ -72,6 +73,15 @@ def test_workspace_is_packed() -> None:
     assert partial.strides.out == (8 * 512, 512, 512, 4) and partial.strides.lse == (96, 12, 12, 4)
 
 
+def test_without_values_only_sums_are_partial() -> None:
+    problem, _ = describe_attention_lse(gpu((3, 8, 1, 128)), gpu((3, 8, 65536, 128)))
+    assert partial_of(problem).strides == (0, 3 * 8 * 3 * 4)
+    partial, found = partial_results(problem), make_plan(problem, H200, AUTOMATIC)
+    assert partial.strides.v is None and partial.strides.out is None and partial.strides.lse == (96, 12, 12, 4)
+    assert found.num_splits > 8 and found.workspace == found.num_splits * 3 * 8 * 3 * 4
+    assert found.program == make_plan(problem, H200, AUTOMATIC, 1).program
+
+
 SPLIT_CASES = [
     "lengths-17x200", "lengths-200x131", "lengths-5x0", "lengths-0x5", "causal-200x131", "causal-63x65",
     "top_left-200x70", "heads-8-1-3x70", "heads-6-2-100x90", "heads-6-3-1x200", "batch-broadcast-both", "batch-six",
@@ -81,6 +91,9 @@ SPLIT_CASES = [
     "sinks-float32", "sinks-no-keys", "layout-swapped", "layout-reversed-into", "layout-odd_bytes-into",
     "layout-gaps-into", "out_dtype-float16", "out_dtype-float64", "out_dtype-into", "packed-plain-True",
     "packed-tail-False", "packed-alibi-sinks", "packed-into", "everything", "everything-few_rows", "everything-strided",
+    "lse-lengths-5x0", "lse-causal-200x131", "lse-heads-8-1-3x70", "lse-two_dimensions-into", "lse-batch-six",
+    "lse-offset--1000", "lse-alibi-float32", "lse-sinks-float32", "lse-sinks-no-keys", "lse-layout-reversed-into",
+    "lse-layout-odd_bytes-into", "lse-everything-few_rows", "lse-everything-strided",
 ]  # fmt: skip
 
 
@@ -99,7 +112,7 @@ def test_cases(spec: KernelSpec, name: str) -> None:
 @rows
 @pytest.mark.share(len(KERNELS))
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
-@pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200"])
+@pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200", "lse-keys-9000"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
     assert_right(CASES_BY_NAME[name], spec.dtypes[0], Emulator(spec.name, num_splits=num_splits))
 
@@ -291,6 +304,36 @@ def test_graphs_keep_their_workspace() -> None:
     assert all(bool((x == 0xFF).all()) for x in others)
     _close(out, q, k, v)
     _close(allocated, q, k, v, causal=True)
+
+
+@pytest.mark.gpu
+def test_graphs_keep_the_workspace_of_an_lse() -> None:
+    import cupy
+
+    q, k, _ = _decode_arrays()
+    out = cupy.empty(q.shape[:-1], np.float32)
+    needed = cuflash.explain(cuflash.attention_lse, q, k).workspace
+    given = cupy.empty(needed, np.uint8)
+    expected = reference.attention_lse(q.get(), k.get())
+    for _ in range(2):
+        assert cuflash.attention_lse(q, k, out=out, workspace=given) is out
+        np.testing.assert_allclose(out.get(), expected, rtol=1e-5)
+        np.testing.assert_array_equal(cuflash.attention_lse(q, k).get(), out.get())
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(ValueError, match=f"workspace is None, expected a uint8 array of {needed} bytes"):
+            cuflash.attention_lse(q, k, out=out)
+        cuflash.attention_lse(q, k, out=out, workspace=given)
+        allocated = cuflash.attention_lse(q, k)
+        graph = stream.end_capture()
+        others = [cupy.full(needed, 0xFF, np.uint8) for _ in range(20)]
+        q *= 0.5
+        graph.launch()
+    stream.synchronize()
+    assert all(bool((x == 0xFF).all()) for x in others)
+    for lse in (out, allocated):
+        np.testing.assert_allclose(lse.get(), reference.attention_lse(q.get(), k.get()), rtol=1e-5)
 
 
 @pytest.mark.gpu

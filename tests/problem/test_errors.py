@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cuflash import attention, attention_varlen, options
+from cuflash import attention, attention_lse, attention_varlen, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
 
@@ -727,25 +727,101 @@ VARLEN += unknown_options(
     "attention_varlen", {**OTHER_NAMES, "mask": "attention takes it", "bias": "attention takes it"}
 )
 
-CASES = [
-    pytest.param(function, case, id=f"{function.__name__}-{case.id}")
-    for function, cases in ((attention, DENSE), (attention_varlen, VARLEN))
-    for case in cases
-]
-DEVICE_CASES = [case for case in CASES if not case.values[1].host_only]
-
 
 def good_arguments(function: Callable[..., Any], xp: Any) -> Arguments:
     """Arguments that the function takes, plus, under names that it does not know, what changes are made from."""
     rng = np.random.default_rng(0)
-    if function is attention:
-        shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 6), "out": (2, 4, 5, 6), "lse": (2, 4, 5)}
-        others = {}
-    else:
+    if function is attention_varlen:
         shapes = {"q": (9, 4, 8), "k": (11, 2, 8), "v": (11, 2, 6), "out": (9, 4, 6), "lse": (9, 4)}
         others = {"cu_seqlens_q": xp.asarray([0, 3, 7, 9]), "cu_seqlens_k": xp.asarray([0, 3, 7, 11])}
+    else:
+        shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 6), "out": (2, 4, 5, 6), "lse": (2, 4, 5)}
+        others = {}
+    if function is attention_lse:
+        shapes["out"] = shapes.pop("lse")
     arrays = {name: xp.asarray(rng.standard_normal(shapes[name]), np.float32) for name in ("q", "k", "v")}
     return {**arrays, **others, "shapes": shapes, "out_memory": xp.zeros(shapes["out"], np.float32)}
+
+
+def taken(function: Callable[..., Any], good: Arguments) -> Arguments:
+    """Those of the arguments that the function takes."""
+    unknown = ("shapes", "out_memory", "v") if function is attention_lse else ("shapes", "out_memory")
+    return {name: x for name, x in good.items() if name not in unknown}
+
+
+def without_values(cases: list[Bad]) -> list[Bad]:
+    """What is wrong in calls of `attention` that has nothing to do with values or results."""
+    good, kept = good_arguments(attention, np), []
+    for case in cases:
+        changed = set(case.change(np, good))
+        if (
+            not case.id.startswith("unknown-")
+            and not changed & {"out", "lse", "return_lse", "out_dtype"}
+            and changed != {"v"}
+        ):
+            kept.append(case)
+    return kept
+
+
+LSE = [
+    *without_values(DENSE),
+    bad("k-mixed-hint", TypeError, ("k has dtype float64", "; q and k share one dtype,"), astype("k", np.float64)),
+    bad("q-heads-of-k", ValueError, ("q has 3 heads", "of the 2 heads of k"), reshaped("q", 2, 3, 5, 8)),
+    *not_arrays(("out",)),
+    *(
+        bad(
+            f"out-shape-{len(shape)}-{shape[-1]}",
+            ValueError,
+            (f"out has shape {shape}, expected (2, 4, 5)",),
+            given(out=zeros(*shape)),
+        )
+        for shape in ((4, 5), (2, 4, 6), (2, 4, 5, 8), (5, 4, 2))
+    ),
+    *wrong_dtypes("out", "expected float32 (q has float32)", ODD_FLOATS, (np.int32, np.float16, np.float64), 2, 4, 5),
+    bad(
+        "out-float32-for-float64",
+        TypeError,
+        ("out has dtype float32, expected float64 (q has float64)",),
+        lambda xp, good: {
+            "out": xp.zeros((2, 4, 5), np.float32),
+            **{name: good[name].astype(np.float64) for name in ("q", "k")},
+        },
+    ),
+    bad("out-read-only", ValueError, ("out is read-only", "writeable"), given(out=read_only(2, 4, 5)), host_only=True),
+    bad("out-over-q", ValueError, ("out overlaps q in memory",), lambda xp, good: {"out": good["q"][..., 0]}),
+    *(
+        bad(f"out-over-{name}", ValueError, (f"out overlaps {name} in memory",), change)
+        for name, change in (
+            ("k", lambda xp, good: {"out": good["k"].ravel()[:40].reshape(2, 4, 5)}),
+            ("bias", lambda xp, good: {"out": good["out_memory"], "bias": good["out_memory"][..., None]}),
+            ("sinks", lambda xp, good: {"out": good["out_memory"], "sinks": good["out_memory"][..., 2]}),
+        )
+    ),
+    bad(
+        "out-over-itself",
+        ValueError,
+        ("out has strides", "for shape (2, 4, 5)", "overlap each other"),
+        given(out=lambda xp, good: np.lib.stride_tricks.as_strided(np.zeros(99, np.float32), (2, 4, 5), (4, 4, 4))),
+        host_only=True,
+    ),
+    bad(
+        "workspace-over-out",
+        ValueError,
+        ("workspace overlaps out in memory",),
+        lambda xp, good: {"out": good["out_memory"], "workspace": good["out_memory"].view(np.uint8).ravel()},
+    ),
+    *unknown_options(
+        "attention_lse",
+        {**OTHER_NAMES, **dict.fromkeys(("return_lse", "lse", "out_dtype"), "attention takes it")},
+    ),
+]
+
+CASES = [
+    pytest.param(function, case, id=f"{function.__name__}-{case.id}")
+    for function, cases in ((attention, DENSE), (attention_varlen, VARLEN), (attention_lse, LSE))
+    for case in cases
+]
+DEVICE_CASES = [case for case in CASES if not case.values[1].host_only]
 
 
 def as_bytes(x: Any) -> bytes:
@@ -756,13 +832,13 @@ def check(function: Callable[..., Any], case: Bad, xp: ModuleType) -> None:
     good = good_arguments(function, xp)
     shapes = good["shapes"]
     changed = case.change(xp, good)
-    arguments = {name: x for name, x in {**good, **changed}.items() if name not in ("shapes", "out_memory")}
+    arguments = taken(function, {**good, **changed})
     with pytest.raises(case.error, match=".*".join(map(re.escape, case.words))) as caught:
         function(**arguments)
     assert "\n" not in str(caught.value)
 
     # Once more with results to write into: whatever is found first, nothing may have been written by then.
-    for name in ("out", "lse"):
+    for name in {"out", "lse"} & set(shapes):
         arguments.setdefault(name, xp.full(shapes[name], 7, np.float32))
     before = {name: as_bytes(x) for name, x in arguments.items()}
     with pytest.raises((TypeError, ValueError)):
@@ -794,6 +870,15 @@ def test_the_call_that_is_spoilt_is_good(function: Callable[..., Any], xp_name: 
     result = function(**good, out=out, lse=lse)
     assert result[0] is out and result[1] is lse
     assert not (lse == 7).any()
+
+
+@pytest.mark.parametrize("xp_name", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def test_the_call_without_values_is_good(xp_name: str) -> None:
+    xp = pytest.importorskip(xp_name)
+    good = good_arguments(attention_lse, xp)
+    out = xp.full(good["shapes"]["out"], 7, np.float32)
+    assert attention_lse(**taken(attention_lse, good), out=out) is out
+    assert not (out == 7).any()
 
 
 class OnlyDlpack:
@@ -879,12 +964,13 @@ def test_hints_for_torch_are_good(how: dict[str, Any]) -> None:
     assert (attention(array, array, array) == 1).all()
 
 
-@pytest.mark.parametrize("function", [attention, attention_varlen], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [attention, attention_varlen, attention_lse], ids=lambda function: function.__name__
+)
 @pytest.mark.parametrize("choice", [{"kernel": "forward_scalar"}, {"tile": "64x64"}], ids=str)
 def test_numpy_arrays_on_a_gpu_kernel(function: Callable[..., Any], choice: dict[str, str]) -> None:
     good = good_arguments(function, np)
-    shapes = good.pop("shapes")
-    del good["out_memory"]
+    shapes, good = good["shapes"], taken(function, good)
     out = np.full(shapes["out"], 7, np.float32)
     ((name, value),) = choice.items()
     with options(**choice), pytest.raises(ValueError, match=f"{name} '{value}' cannot serve this call: .*NumPy"):
@@ -914,6 +1000,7 @@ def test_gpu_arrays_on_what_cannot_serve_them(function: Callable[..., Any], choi
 
 
 OTHERS = {
+    attention_lse: ("k", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "out", "workspace"),
     attention: ("k", "v", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "out", "lse", "workspace"),
     attention_varlen: ("k", "v", "cu_seqlens_q", "cu_seqlens_k", "alibi_slopes", "sinks", "out", "lse"),
 }
@@ -923,8 +1010,7 @@ DTYPES = {"mask": bool, "query_offset": np.int32, "workspace": np.uint8}
 def one_elsewhere(function: Callable[..., Any], name: str, xp: Any, other: Any) -> Arguments:
     """Good arguments of which one comes from another array module."""
     good = good_arguments(function, xp)
-    shapes = good.pop("shapes")
-    del good["out_memory"]
+    shapes, good = good["shapes"], taken(function, good)
     if name in good:
         return {**good, name: other.asarray(good[name].get() if hasattr(good[name], "get") else good[name])}
     shape = shapes.get(name, (64,) if name == "workspace" else (2, 4, 5, 1) if name in ("bias", "mask") else (1,))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cuflash.problem.arrays import ArrayInfo
-from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from cuflash.problem.kind import Kind
 from cuflash.problem.problem import ARRAYS, Problem
 
@@ -60,6 +60,14 @@ KINDS: dict[str, Callable[[int, int], Arrays]] = {
     "offset": lambda n, m: heads(n, m) | {"query_offset": -3, "window": (5, None), "scale": 2.0},
     "top_left": lambda n, m: heads(n, m) | {"causal": "top_left", "softcap": 3.0},
     "six_axes": lambda n, m: heads(n, m, batch=(2, 1, 3, 1, 2, 1)),
+    "lse_alone": lambda n, m: {name: x for name, x in heads(n, m).items() if name != "v"},
+    "lse_alone_into": lambda n, m: {
+        "q": zeros(4, n, 8, dtype=np.float16),
+        "k": zeros(2, m, 8, dtype=np.float16),
+        "out": zeros(4, 2 * n)[:, ::2],
+        "bias": zeros(n, m),
+    },
+    "lse_alone_two_dimensions": lambda n, m: {"q": zeros(n, 8), "k": zeros(m, 8), "out": zeros(n), "causal": True},
     "packed": packed,
     "packed_into": lambda n, m: packed(n, m) | {"out": zeros(n, 4, 6), "causal": "top_left"},
 }
@@ -67,6 +75,8 @@ KINDS: dict[str, Callable[[int, int], Arrays]] = {
 
 def described(arrays: Arrays) -> tuple[Problem, list[ArrayInfo | None]]:
     describe: Any = describe_varlen if "cu_seqlens_q" in arrays else describe_attention
+    if "v" not in arrays:
+        describe = describe_attention_lse
     problem, infos = describe(**arrays)
     return problem, [infos.get(name) for name in ARRAYS]
 
@@ -99,6 +109,15 @@ def test_traits_follow_addresses() -> None:
     assert problem.traits.input_alignment == 1 and at(kind, infos) == problem
 
 
+def test_traits_follow_addresses_of_an_lse_alone() -> None:
+    memory = np.zeros(2 * 4 * 5 * 4 + 16, np.uint8)
+    out = memory[memory.ctypes.data % 2 + 1 :][:160].view(np.float32).reshape(2, 4, 5)
+    arrays = {name: x for name, x in heads(5, 7, np.float16).items() if name != "v"}
+    kind = Kind(described(arrays)[0])
+    problem, infos = described(arrays | {"out": out})
+    assert (problem.traits.input_alignment, problem.traits.result_alignment) == (16, 1) and at(kind, infos) == problem
+
+
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -111,6 +130,9 @@ def test_traits_follow_addresses() -> None:
         ("arrays", {"sinks": (3,)}),
         ("arrays", {"bias": (1, 2, 4, 5, 7)}),
         ("offsets", {"query_offset": (3,)}),
+        ("lse_alone_into", {"lse": (4, 6)}),
+        ("lse_alone_into", {"bias": (5, 8)}),
+        ("lse_alone_two_dimensions", {"lse": (1, 5)}),
         ("packed", {"v": (8, 2, 6)}),
         ("packed", {"cu_seqlens_k": (4,)}),
         ("packed", {"cu_seqlens_q": (0,), "cu_seqlens_k": (0,)}),

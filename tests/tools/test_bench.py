@@ -29,7 +29,7 @@ from cuflash.bench.device import GpuBackend, NumpyBackend
 from cuflash.bench.measure import Request
 from cuflash.bench.sweep import SWEEP
 from cuflash.plan.table import KERNELS
-from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe import describe_attention, describe_attention_lse
 
 ROOT = Path(cuflash.__file__).resolve().parent.parent
 PEERS = str(ROOT / "benchmarks" / "peers.py")
@@ -89,7 +89,8 @@ def test_work_of_a_case() -> None:
 
 def test_every_case_is_a_valid_call() -> None:
     for case in all_cases():
-        problem, _ = describe_attention(**case_table.stand_ins(case), **case.options)
+        describe: Any = describe_attention if case.head_dim_v else describe_attention_lse
+        problem, _ = describe(**case_table.stand_ins(case), **case.options)
         assert (problem.traits.dtype, problem.seqlen_k, problem.traits.head_dim_v) == (
             case.dtype,
             case.seqlen_k,
@@ -167,12 +168,15 @@ def test_rows_are_checked_in_parts_that_fit_memory() -> None:
         SMALL._replace(alibi=True, bias=True, seqlen_q=3000),
         SMALL._replace(seqlen_q=90, seqlen_k=30),
         SMALL._replace(seqlen_q=90, seqlen_k=30, window=(5, None), bias=True),
+        SMALL._replace(head_dim_v=0, bias=True),
     ],
     ids=str,
 )
 def test_exact_rows_are_those_of_the_reference(case: Case) -> None:
     inputs = make_inputs(case._replace(dtype="float64"), np)
-    expected, _ = reference.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    function = reference.attention if case.head_dim_v else reference.attention_lse
+    expected = function(*inputs.arrays, **inputs.options)
+    expected = expected[0] if case.head_dim_v else expected
     exact = exact_result(inputs)
     compared = np.concatenate([expected[:, :, some] for some in sampled_rows(case)], axis=2)
     np.testing.assert_allclose(exact.values, compared, rtol=1e-12, atol=1e-15)
@@ -180,7 +184,7 @@ def test_exact_rows_are_those_of_the_reference(case: Case) -> None:
 
 def result_of(case: Case) -> tuple[Any, np.ndarray]:
     inputs = make_inputs(case, np)
-    return inputs, cuflash.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    return inputs, case.function(*inputs.arrays, **inputs.options)
 
 
 def verdict_on(inputs: Any, out: Any, xp: Any = np) -> Verdict:
@@ -189,9 +193,27 @@ def verdict_on(inputs: Any, out: Any, xp: Any = np) -> Verdict:
 
 @pytest.mark.parametrize("dtype", bench.FLOAT_NAMES)
 def test_gate_lets_right_results_pass(dtype: str) -> None:
-    for options in ({}, {"seqlen_q": 90, "seqlen_k": 30}, {"window": (9, 0), "softcap": 2.0, "bias": True}):
+    changes: tuple[dict[str, Any], ...] = (
+        {},
+        {"seqlen_q": 90, "seqlen_k": 30},
+        {"window": (9, 0), "softcap": 2.0, "bias": True},
+        {"head_dim_v": 0},
+    )
+    for options in changes:
         verdict = verdict_on(*result_of(SMALL._replace(dtype=dtype, **options)))
         assert verdict.good and verdict.mse > 0, str(verdict)
+
+
+def test_an_lse_is_measured_as_any_result() -> None:
+    case = SMALL._replace(dtype="float16", head_dim_v=0)
+    inputs, lse = result_of(case)
+    assert inputs.v is None and lse.shape == case.shape_out and lse.dtype == case.dtype_out == "float32"
+    assert not verdict_on(inputs, lse + np.float32(1e-4)).good
+    assert case.flops == SMALL.flops * case.head_dim // (SMALL.head_dim + SMALL.head_dim_v)
+    problem = measure.measure(
+        case, NumpyBackend(), Request(repeats=1), {"gemm_tflops": {"float16": 1}, "copy_gbs": 1}, {}
+    )
+    assert "lse alone" in problem["name"] and problem["results"][0]["tflops"] > 0
 
 
 def spoil_scale(out: np.ndarray) -> None:
@@ -637,7 +659,7 @@ def test_run_that_is_stopped_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch,
     def stopped(inputs: Any, out: Any) -> None:
         if inputs.case.seqlen_q == 41:
             raise KeyboardInterrupt
-        measure.attention(inputs.q, inputs.k, inputs.v, out=out, **inputs.options)
+        cuflash.attention(inputs.q, inputs.k, inputs.v, out=out, **inputs.options)
 
     monkeypatch.setattr(measure, "compute", stopped)
     stored = tmp_path / "bench.json"

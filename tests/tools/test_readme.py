@@ -56,7 +56,9 @@ def test_says_early_what_it_does_not_do_and_can_be_read_in_five_minutes() -> Non
         assert (ROOT / link).is_file(), link
 
 
-@pytest.mark.parametrize("name", ["attention", "attention_varlen", "explain", "merge_attention_states", "options"])
+@pytest.mark.parametrize(
+    "name", ["attention", "attention_lse", "attention_varlen", "explain", "merge_attention_states", "options"]
+)
 def test_examples_of_docstrings_run(name: str) -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(cuflash, name), name, globs={})
     assert example.examples

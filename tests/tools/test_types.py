@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import attention, attention_varlen, explain, merge_attention_states, options, warmup
+from cuflash import attention, attention_lse, attention_varlen, explain, merge_attention_states, options, warmup
 
 Array = NDArray[np.float32]
 
@@ -97,6 +97,12 @@ def packed(q: Array, boundaries: NDArray[np.int32]) -> Array:
     return out
 
 
+def alone(q: Array, h: NDArray[np.float16]) -> float:
+    lse = attention_lse(q, q, causal=True, scale=0.5, bias=np.zeros((1, 1)), query_offset=0, workspace=None)
+    into: Array = attention_lse(h, h, out=np.empty(h.shape[:-1], np.float32))
+    return float(lse.sum() + into.max())
+
+
 def merged(q: Array) -> Array:
     parts = [attention(q, q[:, s], q[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 9))]
     out, lse = merge_attention_states(*zip(*parts))
@@ -125,7 +131,7 @@ def from_cupy(q: Any) -> Any:
 
 def on_a_gpu(q: Tensor) -> Any:
     out, lse = attention(q, q, q, causal=True, return_lse=True)
-    return attention(q, q, q, sinks=out).get() + lse
+    return attention(q, q, q, sinks=out).get() + lse + attention_lse(q, q, out=q).get()
 
 
 def chosen(q: Array) -> str:
@@ -167,6 +173,10 @@ def wrong(x: Array, n: NDArray[np.int32], g: Tensor, untyped: Any) -> None:
     attention(x, x, x, cu_seqlens_q=n)  # error
     attention_varlen(x, x, x, n, mask=x)  # error
     attention_varlen(x, x, x, n, max_seqlen_q=2.5)  # error
+    attention_lse(x, x, x)  # error
+    attention_lse(x, x, return_lse=True)  # error
+    attention_lse(x, x, causal="left")  # error
+    lse: Array = attention_lse(x, x, out=[1.0])  # error
 """
 
 
@@ -226,12 +236,15 @@ def test_good_programs_run() -> None:
     assert names["every_option"](y, np.int64(2), (1, None)).shape == y.shape
     assert names["packed"](x, np.array([0, 3, 8], np.int32)).shape == x.shape
     assert names["merged"](x).shape == x.shape
+    assert names["alone"](x, q) > 0
     assert names["untyped"](rng) >= 0
     assert names["chosen"](x) == "cpu"
 
 
 @pytest.mark.parametrize(
-    "function", [cuflash.attention, cuflash.attention_varlen, cuflash.merge_attention_states], ids=lambda f: f.__name__
+    "function",
+    [cuflash.attention, cuflash.attention_lse, cuflash.attention_varlen, cuflash.merge_attention_states],
+    ids=lambda f: f.__name__,
 )
 def test_hints_can_be_read_at_run_time(function: typing.Any) -> None:
     assert {"return"} < set(typing.get_type_hints(function))
