@@ -10,7 +10,7 @@
 // time. Where a block has fewer rows than threads, kLanes neighbouring lanes share their rows and take turns at the
 // chunks; what they have is merged in the end.
 //
-// Chunks are summed from zero and joined to O, which starts again from zero every thousand keys and joins a total in
+// Chunks are summed from zero and joined to O, which starts again from zero every 512 keys and joins a total in
 // memory (common/total.cuh): a running sum over all keys would lose digits as it grows.
 
 #ifndef CUFLASH_DTYPE
@@ -33,7 +33,7 @@ constexpr int kQueries = kBlockM / kGroups;
 constexpr int kChunk = 8;
 constexpr int kVector = 16 / sizeof(Accumulator);  // keys that one shared-memory instruction loads
 constexpr int kPitch = kBlockN + kVector;          // features begin in different banks
-constexpr int kTilesPerTotal = kBlockN < 1024 ? 1024 / kBlockN : 1;
+constexpr int kTilesPerTotal = kBlockN < 512 ? 512 / kBlockN : 1;
 constexpr int kSums = kHeadDimV + 1;  // of a row: features of the output, and weights
 
 static_assert(kDtype == CUFLASH_FLOAT32 || kDtype == CUFLASH_FLOAT64);
@@ -208,18 +208,17 @@ __device__ __forceinline__ void raise_references(const Scores& scores, Rows& row
     }
 }
 
-// Logits -> weights, which join the sums of their rows.
+// Logits -> weights, which join the sums of their rows, in the order of values: those that are all 1 give 1.
 __device__ __forceinline__ void weigh(Rows& rows, Scores& scores) {
     raise_references(scores, rows);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
-        Accumulator sums[2] = {};
 #pragma unroll
-        for (int c = 0; c < kChunk; ++c) {
-            scores[r][c] = rows.references[r].weight(scores[r][c]);
-            sums[c % 2] = c < 2 ? scores[r][c] : sums[c % 2] + scores[r][c];
-        }
-        rows.sums[r][kHeadDimV] += sums[0] + sums[1];
+        for (int c = 0; c < kChunk; ++c) scores[r][c] = rows.references[r].weight(scores[r][c]);
+        Accumulator sum = scores[r][0];
+#pragma unroll
+        for (int c = 1; c < kChunk; ++c) sum += scores[r][c];
+        rows.sums[r][kHeadDimV] += sum;
     }
 }
 

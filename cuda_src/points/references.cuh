@@ -29,7 +29,10 @@ __device__ __forceinline__ Accumulator fold_scale(const AttentionParams& params,
     for (int d = 0; d < kHeadDim; ++d) largest = fmax(largest, fabs(static_cast<double>(q[d])));
     const double scale = params.scale * kPerLogit;
     const int exponent = min(exponent_of(largest), 1022);
-    const int of_unit = max(min(exponent + exponent_of(scale) + 6, kLargest), -kLargest);
+    int of_unit = exponent + exponent_of(scale) + 6;
+    // right either way on a CPU; but to a GPU floats below the normal range are 0
+    of_unit = min(of_unit, kLargest);
+    of_unit = max(of_unit, -kLargest);
     const double shrink = power_of_two(-exponent), factor = scale * power_of_two(exponent - of_unit);
 #pragma unroll
     for (int d = 0; d < kHeadDim; ++d) q[d] = static_cast<Accumulator>(q[d] * shrink * factor);

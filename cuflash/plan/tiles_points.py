@@ -64,8 +64,9 @@ def _queries(tile: Tile) -> int:
 def _registers(traits: Traits, tile: Tile) -> int:
     """Registers that a thread takes, roughly: query, output, reference and scores of its rows, and what is beside."""
     row = points_bucket(traits.head_dim) + points_bucket(traits.head_dim_v) + 14
-    terms = 16 if traits.num_arrays + traits.num_terms else 0
-    return _queries(tile) * (row * _itemsize(traits) // 4 + terms) + (48 if _itemsize(traits) == 4 else 80)
+    terms = 24 if traits.num_arrays + traits.num_terms else 0
+    beside = 80 if _itemsize(traits) == 8 else 48 if tile.block_m >= tile.num_threads else 56
+    return _queries(tile) * (row * _itemsize(traits) // 4 + terms) + beside
 
 
 def points_tiles(traits: Traits, device: Device) -> list[Tile]:

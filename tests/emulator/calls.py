@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from cases import CASES_BY_NAME
+from cases import CASES_BY_NAME, fitting
 from kernels.test_forward_mma import (
     alibi,
     alibi_scales,
@@ -99,7 +99,7 @@ def _no_visible_key(emulator: Emulator) -> None:
 
 def _tall_tiles(emulator: Emulator) -> None:
     """Packed sequences with several warps per block, however few rows there are."""
-    case = CASES_BY_NAME["packed-plain-True"]
+    case = fitting(CASES_BY_NAME["packed-plain-True"], emulator.spec)
     problem = describe(case, _name(emulator))
     tile = str(emulator.spec.tiles(problem.traits, emulator.device)[0])
     run(case, make_data(case, _name(emulator)), np, _pinned(emulator, tile).function(case))
@@ -266,7 +266,8 @@ _CASES_BY_NAME = CASES_BY_NAME | {
 
 def _case(name: str, dtype: str, tile: str, emulator: Emulator) -> None:
     dtype = _name(emulator, dtype)
-    case, problem = _CASES_BY_NAME[name], describe(_CASES_BY_NAME[name], dtype)
+    case = fitting(_CASES_BY_NAME[name], emulator.spec)
+    problem = describe(case, dtype)
     data = make_data(case, dtype)
     if emulator.refuses(problem):
         return
