@@ -10,8 +10,8 @@
 // time. Where a block has fewer rows than threads, kLanes neighbouring lanes share their rows and take turns at the
 // chunks; what they have is merged in the end.
 //
-// Chunks are summed from zero and joined to O, which starts again from zero every 512 keys and joins a total in
-// memory (common/total.cuh): a running sum over all keys would lose digits as it grows.
+// Chunks are summed from zero and joined to O, which starts again from zero every 512 keys and joins totals in memory
+// (common/total.cuh): a running sum over all keys would lose digits as it grows.
 
 #ifndef CUFLASH_DTYPE
 #define CUFLASH_DTYPE CUFLASH_FLOAT32
@@ -33,13 +33,15 @@ constexpr int kQueries = kBlockM / kGroups;
 constexpr int kChunk = 8;
 constexpr int kVector = 16 / sizeof(Accumulator);  // keys that one shared-memory instruction loads
 constexpr int kPitch = kBlockN + kVector;          // features begin in different banks
-constexpr int kTilesPerTotal = kBlockN < 512 ? 512 / kBlockN : 1;
+constexpr int kKeysPerSum = kBlockN < 512 ? 512 : kBlockN;
+constexpr int kPerTotal = 64;
 constexpr int kSums = kHeadDimV + 1;  // of a row: features of the output, and weights
 
 static_assert(kDtype == CUFLASH_FLOAT32 || kDtype == CUFLASH_FLOAT64);
 static_assert(kQueries * kGroups == kBlockM && kGroups * kLanes == kThreads, "threads divide the rows evenly");
 static_assert(kLanes <= 32 && kThreads % 32 == 0, "lanes that share their rows are of one warp");
 static_assert(kBlockN % kThreads == 0 && kBlockN % kChunk == 0, "threads load as many keys, chunks are whole");
+static_assert(kKeysPerSum % kBlockN == 0, "sums are of whole tiles");
 
 struct SharedTiles {
     alignas(16) Accumulator k[kHeadDim][kPitch];
@@ -174,8 +176,8 @@ __device__ __forceinline__ Accumulator largest_of(const Accumulator (&scores)[kC
     return largest;
 }
 
-// Whether one of the scores is above a limit. One comparison each takes double precision half of a maximum; float has an
-// instruction for that.
+// Whether one of the scores is above a limit. One comparison each takes double precision half of a maximum; float has
+// an instruction for that.
 __device__ __forceinline__ bool any_above(const Accumulator (&scores)[kChunk], Accumulator limit) {
     if constexpr (kIsDouble) {
         bool is_above = false;
@@ -259,6 +261,15 @@ __device__ __forceinline__ void restart(Rows& rows, RowsTotal& total) {
     }
 }
 
+// Sums join a total of up to kPerTotal of them, and these another one: none has many terms. In the end both join what
+// the rows have. `count` is how many sums there have been.
+__device__ __forceinline__ void join_totals(Rows& rows, RowsTotal (&totals)[2], int count, bool is_end) {
+    const bool is_full = count % kPerTotal == kPerTotal - 1;
+    if (count % kPerTotal > 0) add_total(rows, totals[0]);
+    if (count >= kPerTotal && (is_full || is_end)) add_total(rows, totals[1]);
+    if (!is_end) restart(rows, totals[is_full]);
+}
+
 // What the lanes that share a row have of it. Called by all 32 lanes.
 __device__ __forceinline__ void merge_lanes(Rows& rows) {
 #pragma unroll
@@ -267,8 +278,7 @@ __device__ __forceinline__ void merge_lanes(Rows& rows) {
         const Accumulator earlier = reference.row_max;
 #pragma unroll
         for (int distance = kLanes / 2; distance > 0; distance /= 2)
-            reference.row_max =
-                maximum(reference.row_max, __shfl_xor_sync(0xffffffffu, reference.row_max, distance));
+            reference.row_max = maximum(reference.row_max, __shfl_xor_sync(0xffffffffu, reference.row_max, distance));
         const Accumulator factor = reference.factor(earlier);
 #pragma unroll
         for (int i = 0; i < kSums; ++i) {
@@ -316,7 +326,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const TileKeys keys = shared.keys;
     Rows rows;
     load_queries(params, tile, place, rows);
-    RowsTotal total;
+    RowsTotal totals[2];
+    int count = 0;
 #pragma unroll 1
     for (long long n_begin = keys.any.begin, first = n_begin; n_begin < keys.any.end;) {
         // right either way: it only keeps the cast in range
@@ -339,9 +350,9 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             accumulate(shared, column, scores, rows);
         }
         n_begin += kBlockN;
-        if (n_begin - first == kTilesPerTotal * kBlockN || n_begin >= keys.any.end) {
-            if (first != keys.any.begin) add_total(rows, total);
-            if (n_begin < keys.any.end) restart(rows, total);
+        const bool is_end = n_begin >= keys.any.end;
+        if (n_begin - first == kKeysPerSum || is_end) {
+            join_totals(rows, totals, count++, is_end);
             first = n_begin;
         }
     }

@@ -22,6 +22,7 @@ from kernels.test_forward_mma import (
     steps_of_heads,
     turns,
 )
+from kernels import test_points
 from kernels.test_precise import assert_precise, draw
 
 from cuflash import attention, reference
@@ -295,6 +296,11 @@ _CASES = (
 """Cases of the matrix, their dtypes and, for some, their tiles."""
 _SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
 
+def _of_points(call: Call, emulator: Emulator) -> None:
+    if emulator.spec.name == test_points.KERNEL:
+        call(emulator)
+
+
 CALLS: dict[str, Call] = {
     **{name: partial(_case, *name.split()[:2], "".join(name.split()[2:])) for name in _CASES},
     "no_lse": _no_lse,
@@ -327,6 +333,7 @@ CALLS: dict[str, Call] = {
     **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
     "split_window": _split_window,
     "splits_without_lse": _splits_without_lse,
+    **{call.__name__: partial(_of_points, call) for call in test_points.CALLS},
     "merge-odd": partial(_merge, 17),
     "merge-narrow": partial(_merge, 132),
     "merge-wide": partial(_merge, 600),

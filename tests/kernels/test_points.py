@@ -56,12 +56,12 @@ def windows_over_several_tiles(emulator: Emulator) -> None:
 
 def sums_start_again(emulator: Emulator) -> None:
     """Equal weights, and values that are rounded the same way again and again."""
-    for keys in (1500, 30000):
+    for keys in (1500, 40000):
         v = np.full((keys, 2), [1.1, -0.3], np.float32)
         v[0] = 100
         k = np.zeros((keys, 1), np.float32)
-        out = emulator.attention(k[:1], k, v)
-        np.testing.assert_allclose(out[0], v.astype(np.float64).mean(0), rtol=8e-6)
+        out = Emulator(KERNEL, "128x256", sources=emulator.sources).attention(k[:1], k, v)
+        np.testing.assert_allclose(out[0], v.astype(np.float64).mean(0), rtol=2e-6)
 
 
 def queries_and_scales_of_any_size(emulator: Emulator) -> None:
@@ -143,8 +143,8 @@ def test_error_of_float32(name: str, head_dim: int, tile: str) -> None:
 @types
 def test_error_does_not_grow_with_the_number_of_keys(dtype: str) -> None:
     errors = []
-    for keys in (1000, 100_000):
+    for keys in (1000, 300_000):
         q, k, v = (x.astype(DTYPES[dtype]) for x in _draw("mean", 3, keys))
-        out, exact = Emulator(KERNEL).attention(q[:8], k, v), _naive(q[:8], k, v, np.longdouble)[0]
+        out, exact = Emulator(KERNEL, "256x256" if dtype == "float32" else "256x128").attention(q[:8], k, v), _naive(q[:8], k, v, np.longdouble)[0]
         errors.append(float(np.linalg.norm((out - exact).astype(float)) / np.linalg.norm(exact.astype(float))))
     assert max(errors) <= 2 * float(np.finfo(DTYPES[dtype]).eps)
