@@ -19,53 +19,21 @@
 #ifndef CUFLASH_HEAD_DIM
 #define CUFLASH_HEAD_DIM 4
 #endif
+#ifndef CUFLASH_BLOCK_N
+#define CUFLASH_BLOCK_N 128
+#endif
 
 #include "common/epilogue.cuh"
 #include "common/schedule.cuh"
-#include "common/total.cuh"
-#include "points/references.cuh"
+#include "points/sums.cuh"
 
 namespace cuflash {
-
-constexpr int kLanes = kThreads > kBlockM ? kThreads / kBlockM : 1;
-constexpr int kGroups = kThreads / kLanes;  // of lanes that share their rows
-constexpr int kQueries = kBlockM / kGroups;
-constexpr int kChunk = 8;
-constexpr int kVector = 16 / sizeof(Accumulator);  // keys that one shared-memory instruction loads
-constexpr int kPitch = kBlockN + kVector;          // features begin in different banks
-constexpr int kKeysPerSum = kBlockN < 512 ? 512 : kBlockN;
-constexpr int kPerTotal = 64;
-constexpr int kSums = kHeadDimV + 1;  // of a row: features of the output, and weights
-
-static_assert(kDtype == CUFLASH_FLOAT32 || kDtype == CUFLASH_FLOAT64);
-static_assert(kQueries * kGroups == kBlockM && kGroups * kLanes == kThreads, "threads divide the rows evenly");
-static_assert(kLanes <= 32 && kThreads % 32 == 0, "lanes that share their rows are of one warp");
-static_assert(kBlockN % kThreads == 0 && kBlockN % kChunk == 0, "threads load as many keys, chunks are whole");
-static_assert(kKeysPerSum % kBlockN == 0, "sums are of whole tiles");
 
 struct SharedTiles {
     alignas(16) Accumulator k[kHeadDim][kPitch];
     alignas(16) Accumulator v[kHeadDimV][kPitch];
     TileMap tile;
     TileKeys keys;
-};
-
-using Scores = Accumulator[kQueries][kChunk];
-
-// What a thread holds of its rows.
-struct Rows {
-    Accumulator q[kQueries][kHeadDim];
-    Reference references[kQueries];
-    Accumulator sums[kQueries][kSums] = {};
-};
-
-// A thread's place in its block.
-struct Place {
-    int lane;  // of those that share the rows
-    int group;
-
-    __device__ __forceinline__ explicit Place(unsigned int thread) : lane(thread % kLanes), group(thread / kLanes) {}
-    __device__ __forceinline__ int tile_row(int r) const { return group + r * kGroups; }
 };
 
 // Keys that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN. Several loads are on
@@ -236,57 +204,6 @@ __device__ __forceinline__ void accumulate(const SharedTiles& shared, int column
 #pragma unroll
             for (int c = 1; c < kChunk; ++c) value = multiply_add_subnormal(weights[r][c], v[c], value);
             rows.sums[r][f] = multiply_add_subnormal(value, Accumulator(1), rows.sums[r][f]);
-        }
-    }
-}
-
-using RowsTotal = Total<kQueries, kSums>;
-
-// sums += total
-__device__ __forceinline__ void add_total(Rows& rows, const RowsTotal& total) {
-#pragma unroll
-    for (int r = 0; r < kQueries; ++r) {
-        const Accumulator factor = rows.references[r].factor(total.row_max[r]);
-        total.add_to(r, [&](int i) -> Accumulator& { return rows.sums[r][i]; }, [&](int) { return factor; });
-    }
-}
-
-// total = sums, sums = 0
-__device__ __forceinline__ void restart(Rows& rows, RowsTotal& total) {
-#pragma unroll
-    for (int r = 0; r < kQueries; ++r) {
-        total.row_max[r] = rows.references[r].row_max;
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) total.sums[r][i] = rows.sums[r][i], rows.sums[r][i] = 0;
-    }
-}
-
-// Sums join a total of up to kPerTotal of them, and these another one: none has many terms. In the end both join what
-// the rows have. `count` is how many sums there have been.
-__device__ __forceinline__ void join_totals(Rows& rows, RowsTotal (&totals)[2], int count, bool is_end) {
-    const bool is_full = count % kPerTotal == kPerTotal - 1;
-    if (count % kPerTotal > 0) add_total(rows, totals[0]);
-    if (count >= kPerTotal && (is_full || is_end)) add_total(rows, totals[1]);
-    if (!is_end) restart(rows, totals[is_full]);
-}
-
-// What the lanes that share a row have of it. Called by all 32 lanes.
-__device__ __forceinline__ void merge_lanes(Rows& rows) {
-#pragma unroll
-    for (int r = 0; r < kQueries && kLanes > 1; ++r) {
-        Reference& reference = rows.references[r];
-        const Accumulator earlier = reference.row_max;
-#pragma unroll
-        for (int distance = kLanes / 2; distance > 0; distance /= 2)
-            reference.row_max = maximum(reference.row_max, __shfl_xor_sync(0xffffffffu, reference.row_max, distance));
-        const Accumulator factor = reference.factor(earlier);
-#pragma unroll
-        for (int i = 0; i < kSums; ++i) {
-            Accumulator& sum = rows.sums[r][i];
-            sum = multiply_subnormal(sum, factor);
-#pragma unroll
-            for (int distance = kLanes / 2; distance > 0; distance /= 2)
-                sum = multiply_add_subnormal(__shfl_xor_sync(0xffffffffu, sum, distance), Accumulator(1), sum);
         }
     }
 }

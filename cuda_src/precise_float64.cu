@@ -20,10 +20,10 @@
 #endif
 
 #include "common/epilogue.cuh"
+#include "common/exponential.cuh"
 #include "common/schedule.cuh"
 #include "common/total.cuh"
 #include "precise/copies.cuh"
-#include "precise/exponential.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/mma_float64.cuh"
 

@@ -2,9 +2,9 @@
 // one exponential.
 #pragma once
 
+#include "common/exponential.cuh"
 #include "common/score.cuh"
 #include "common/softmax.cuh"
-#include "precise/exponential.cuh"
 #include "ptx/exp2.cuh"
 
 namespace cuflash {

@@ -56,7 +56,7 @@ def windows_over_several_tiles(emulator: Emulator) -> None:
 
 def sums_start_again(emulator: Emulator) -> None:
     """Equal weights, and values that are rounded the same way again and again."""
-    for keys in (1500, 40000):
+    for keys in (1500, 70000):
         v = np.full((keys, 2), [1.1, -0.3], np.float32)
         v[0] = 100
         k = np.zeros((keys, 1), np.float32)
