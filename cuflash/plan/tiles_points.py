@@ -24,6 +24,11 @@ def points_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(features * (tile.block_n * _itemsize(traits) + 16) + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 
+# Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read the
+# same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5 instructions
+# in float32, of which the exponential's holds its unit for the time of 8, and 1.1 for each feature of key and value; in
+# double precision 20 and 1.1 of its own unit. Not measured yet: `python benchmarks/fit_cost.py measure` does that.
+# Tiles of few rows are for few queries: four and sixteen lanes share theirs.
 _POINTS_TILES = {
     4: (
         Tile(512, 256, 128), Tile(256, 256, 128), Tile(128, 256, 128), Tile(32, 512, 128), Tile(8, 512, 128),
@@ -34,21 +39,21 @@ _POINTS_TILES = {
 
 
 COST = Cost(
-    product=6.01e-06,
-    weight=8.5e-05,
-    load=2.6e-05,
-    tile=0.158,
-    latency=1.05,
-    latency_load=0.000134,
-    copy=0.0211,
-    exposed_copy=0.000103,
-    block=0.925,
-    block_load=0.0822,
-    merge=6.77,
-    merge_split=0.0575,
-    merge_byte=1.76e-07,
+    product=6e-06,
+    weight=3.5e-05,
+    load=2e-04,
+    tile=0.05,
+    latency=1.0,
+    latency_load=0.0001,
+    copy=0.01,
+    exposed_copy=0.01,
+    block=1.0,
+    block_load=0.08,
+    merge=6.8,
+    merge_split=0.058,
+    merge_byte=1.8e-07,
 )
-COST_OF_DOUBLES = COST._replace(product=1.42e-05)
+COST_OF_DOUBLES = COST._replace(product=1.1e-05, weight=2.2e-04, merge=7.7, merge_split=0.089, merge_byte=3.4e-07)
 
 
 def points_cost(traits: Traits) -> Cost:
