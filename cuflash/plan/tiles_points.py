@@ -24,8 +24,8 @@ def points_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(features * (tile.block_n * _itemsize(traits) + 16) + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 
-# Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read the
-# same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5 instructions
+# Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read
+# the same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5 instructions
 # in float32, of which the exponential's holds its unit for the time of 8, and 1.1 for each feature of key and value; in
 # double precision 20 and 1.1 of its own unit. Not measured yet: `python benchmarks/fit_cost.py measure` does that.
 # Tiles of few rows are for few queries: four and sixteen lanes share theirs.

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import CASES_BY_NAME, fitting
+from kernels import test_points
 from kernels.test_forward_mma import (
     alibi,
     alibi_scales,
@@ -22,7 +23,6 @@ from kernels.test_forward_mma import (
     steps_of_heads,
     turns,
 )
-from kernels import test_points
 from kernels.test_precise import assert_precise, draw
 
 from cuflash import attention, reference
@@ -295,6 +295,7 @@ _CASES = (
 )  # fmt: skip
 """Cases of the matrix, their dtypes and, for some, their tiles."""
 _SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
+
 
 def _of_points(call: Call, emulator: Emulator) -> None:
     if emulator.spec.name == test_points.KERNEL:
