@@ -25,10 +25,10 @@ def points_shared_memory(traits: Traits, tile: Tile) -> int:
 
 
 # Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read
-# the same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5 instructions
-# in float32, of which the exponential's holds its unit for the time of 8, and 1.1 for each feature of key and value; in
-# double precision 20 and 1.1 of its own unit. Not measured yet: `python benchmarks/fit_cost.py measure` does that.
-# Tiles of few rows are for few queries: four and sixteen lanes share theirs.
+# the same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5
+# instructions in float32, of which the exponential's holds its unit for the time of 8, and 1.1 for each feature of key
+# and value; in double precision 20 and 1.1 of its own unit. Not measured yet: `python benchmarks/fit_cost.py measure`
+# does that. Tiles of few rows are for few queries: four and sixteen lanes share theirs.
 _POINTS_TILES = {
     4: (
         Tile(512, 256, 128), Tile(256, 256, 128), Tile(128, 256, 128), Tile(32, 512, 128), Tile(8, 512, 128),
