@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_float64, tiles_mma, tiles_scalar, tiles_wmma
+from cuflash.plan import tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wmma
 from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, time_of, time_of_a_split, walk_of
 from cuflash.plan.plan import find_build, make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
@@ -107,6 +107,19 @@ def cases() -> list[Case]:
     for head_dim, (batch, length), causal in product((32, 64, 128, 256), ((8, 1024), (2, 4096)), (False, True)):
         heads = 1024 // head_dim
         found.append(Case("precise_float64", "float64", batch, heads, heads, length, length, head_dim, causal))
+    found += point_clouds()
+    return found
+
+
+def point_clouds() -> list[Case]:
+    """One head with as many points as there are, few queries of many keys, and drawn ones."""
+    found, rng = [], random.Random(7)
+    for dtype, most_flops in (("float32", 4e10), ("float64", 1e10)):
+        for head_dim, seqlen_q in product((1, 3, 16), (1, 30, 1000, 20_000)):
+            found.append(Case("forward_points", dtype, 1, 1, 1, seqlen_q, 20_000, head_dim))
+        found.append(Case("forward_points", dtype, 1, 1, 1, 100_000, 100_000, 3))
+        found.append(Case("forward_points", dtype, 1, 1, 1, 10, 1_000_000, 3))
+        found += [draw(rng, "forward_points", dtype, (1, 2, 3, 4, 8, 16), most_flops) for _ in range(30)]
     return found
 
 
@@ -199,6 +212,8 @@ FAMILIES = {
     tiles_mma.COST: "forward_mma",
     tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
     tiles_wmma.COST: "forward_wmma",
+    tiles_points.COST: "forward_points",
+    tiles_points.COST_OF_DOUBLES: "forward_points, float64",
     tiles_float64.COST: "precise_float64",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",

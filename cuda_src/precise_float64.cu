@@ -19,9 +19,9 @@
 #define CUFLASH_DTYPE CUFLASH_FLOAT64  // the only one
 #endif
 
+#include "common/exponential.cuh"
 #include "common/schedule.cuh"
 #include "precise/copies.cuh"
-#include "precise/exponential.cuh"
 #include "precise/output.cuh"
 #include "precise/scores.cuh"
 #include "ptx/mma_float64.cuh"

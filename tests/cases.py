@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cuflash.plan.table import KernelSpec
 from cuflash.testing import LAYOUTS, Case
 
 Shape = tuple[int, ...]
@@ -234,6 +235,22 @@ _WITH_VALUES = [
 ]
 CASES = [*_WITH_VALUES, *_alone(_WITH_VALUES)]
 CASES_BY_NAME = {case.name: case for case in CASES}
+
+
+def fitting(case: Case, spec: KernelSpec) -> Case:
+    """The case itself or, for a row that takes few features alone, the same with fewer."""
+    widest = spec.max_head_dim
+    if widest >= 128:
+        return case
+
+    def narrowed(features: int) -> int:
+        return (features - 1) % widest + 1
+
+    shape_q, shape_k = ((*shape[:-1], narrowed(shape[-1])) for shape in (case.shape_q, case.shape_k))
+    head_dim_v = None if case.head_dim_v is None else narrowed(case.head_dim_v)
+    return case._replace(shape_q=shape_q, shape_k=shape_k, head_dim_v=head_dim_v)
+
+
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 _TF32 = (

@@ -32,7 +32,8 @@ struct Total {
     template <typename Values, typename Factors>
     __device__ __forceinline__ void add_to(int r, Values o, Factors factor) const {
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) o(i) = multiply_add(static_cast<Accumulator>(sums[r][i]), factor(i), o(i));
+        for (int i = 0; i < kValues; ++i)
+            o(i) = multiply_add_subnormal(static_cast<Accumulator>(sums[r][i]), factor(i), o(i));
     }
 };
 

@@ -267,6 +267,16 @@ def _sweep() -> list[Case]:
     return cases
 
 
+def _points() -> list[Case]:
+    """Point clouds: one head with few features, as in kernel regression and optimal transport."""
+    return [
+        Case("points", dtype, 1, 1, 1, seqlen, seqlen, head_dim, head_dim_v)
+        for dtype in ("float32", "float64")
+        for seqlen in (20_000, 100_000)
+        for head_dim, head_dim_v in ((1, 1), (3, 1), (3, 3), (16, 1), (16, 16))
+    ]
+
+
 GROUPS: dict[str, list[Case]] = {
     "float32": _wide("float32") + _MORE_FLOAT32,
     "float64": _wide("float64"),
@@ -276,6 +286,7 @@ GROUPS: dict[str, list[Case]] = {
     "decode": _decode(),
     "lse": _lse(),
     "drift": _drift(),
+    "points": _points(),
     "cpu": _cpu(),
     "small": _small(),
     "sweep": _sweep(),

@@ -34,6 +34,7 @@ from .tiles_float64 import (
     float64_tiles,
 )
 from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
+from .tiles_points import points_bucket, points_cost, points_min_blocks, points_shared_memory, points_tiles
 from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
@@ -152,6 +153,20 @@ KERNELS = (
         cost=wmma_cost,
         limits=wmma_limits,
         rounds_weights=True,
+    ),
+    KernelSpec(
+        name="forward_points",
+        summary="point clouds: float32 and float64 of up to 16 features",
+        operations=("attention", "attention_varlen"),
+        dtypes=("float32", "float64"),
+        features=FEATURES,
+        min_compute_capability=50,
+        max_head_dim=16,
+        head_dim_bucket=points_bucket,
+        tiles=points_tiles,
+        shared_memory=points_shared_memory,
+        min_blocks=points_min_blocks,
+        cost=points_cost,
     ),
     KernelSpec(
         name="precise_float64",

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from cases import CASES_BY_NAME
+from cases import CASES_BY_NAME, fitting
+from kernels import test_points
 from kernels.test_forward_mma import (
     alibi,
     alibi_scales,
@@ -99,7 +100,7 @@ def _no_visible_key(emulator: Emulator) -> None:
 
 def _tall_tiles(emulator: Emulator) -> None:
     """Packed sequences with several warps per block, however few rows there are."""
-    case = CASES_BY_NAME["packed-plain-True"]
+    case = fitting(CASES_BY_NAME["packed-plain-True"], emulator.spec)
     problem = describe(case, _name(emulator))
     tile = str(emulator.spec.tiles(problem.traits, emulator.device)[0])
     run(case, make_data(case, _name(emulator)), np, _pinned(emulator, tile).function(case))
@@ -266,7 +267,8 @@ _CASES_BY_NAME = CASES_BY_NAME | {
 
 def _case(name: str, dtype: str, tile: str, emulator: Emulator) -> None:
     dtype = _name(emulator, dtype)
-    case, problem = _CASES_BY_NAME[name], describe(_CASES_BY_NAME[name], dtype)
+    case = fitting(_CASES_BY_NAME[name], emulator.spec)
+    problem = describe(case, dtype)
     data = make_data(case, dtype)
     if emulator.refuses(problem):
         return
@@ -293,6 +295,12 @@ _CASES = (
 )  # fmt: skip
 """Cases of the matrix, their dtypes and, for some, their tiles."""
 _SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
+
+
+def _of_points(call: Call, emulator: Emulator) -> None:
+    if emulator.spec.name == test_points.KERNEL:
+        call(emulator)
+
 
 CALLS: dict[str, Call] = {
     **{name: partial(_case, *name.split()[:2], "".join(name.split()[2:])) for name in _CASES},
@@ -326,6 +334,7 @@ CALLS: dict[str, Call] = {
     **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
     "split_window": _split_window,
     "splits_without_lse": _splits_without_lse,
+    **{call.__name__: partial(_of_points, call) for call in test_points.CALLS},
     "merge-odd": partial(_merge, 17),
     "merge-narrow": partial(_merge, 132),
     "merge-wide": partial(_merge, 600),

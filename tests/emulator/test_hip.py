@@ -18,9 +18,9 @@ from cuflash.plan.table import KERNELS, KernelSpec
 from emulator.emulator import shadow_sources
 
 HERE = Path(__file__).resolve().parent / "hip"
-PORTED = ("forward_scalar", "forward_wmma")
+PORTED = ("forward_scalar", "forward_wmma", "forward_points")
 """Rows whose instructions all have a definition for AMD."""
-NVIDIA_ALONE = ("forward_mma", "precise_float64")
+NVIDIA_ALONE = ("forward_mma", "precise_float32", "precise_float64")
 """Rows whose layout of registers is that of mma.sync; RDNA3's products hold their operands otherwise."""
 TARGET = "gfx1100"
 SHAPES = ("64", "128", "everything", "varlen", "odd_bytes")

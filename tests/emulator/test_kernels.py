@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES
+from cases import CASES, CASES_BY_NAME, DTYPES, TF32_CASES, fitting
 from hypothesis import given, settings
 from kernels.test_random import SETTINGS, Call, alike_calls, dense_calls, lse_calls, packed_calls
 from kernels.test_random import assert_right_twice as assert_call_right_twice
@@ -26,6 +26,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES)
 
 def assert_right(case: Case, dtype: str, emulator: Emulator, *, twice: bool = True) -> None:
     """Right and, run `twice`, bitwise the same whatever the order in which warps and lanes take turns."""
+    case = fitting(case, emulator.spec)
     if emulator.refuses(describe(case, dtype)):
         pytest.skip(f"{emulator.settings.kernel} refuses")
     data = make_data(case, dtype)
@@ -57,7 +58,7 @@ def test_cases(spec: KernelSpec, number: int, case: Case) -> None:
 def _taken(spec: KernelSpec, case: Case) -> list[str]:
     """Dtypes in which the row takes a case."""
     emulator = Emulator(spec.name)
-    return [dtype for dtype in DTYPES if not emulator.refuses(describe(case, dtype))]
+    return [dtype for dtype in DTYPES if not emulator.refuses(describe(fitting(case, spec), dtype))]
 
 
 @rows
@@ -72,7 +73,8 @@ def test_tf32(spec: KernelSpec, case: Case) -> None:
 def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
     """They are not hidden, however low, and weights do not overflow, however coarse logits are."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((70, 32)).astype(DTYPES_BY_NAME[dtype]) for _ in range(3))
+    shape = (70, min(32, spec.max_head_dim))
+    q, k, v = (rng.standard_normal(shape).astype(DTYPES_BY_NAME[dtype]) for _ in range(3))
     options: dict[str, Any] = {"bias": np.full((70, 70), bias, np.float32), "return_lse": True, "scale": 1e-9}
     emulator = Emulator(spec.name)
     if emulator.refuses(describe_attention(q, k, v, **options)[0]):
@@ -92,7 +94,7 @@ def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
 @pytest.mark.share(len(KERNELS))
 def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None:
     """The two tallest tiles and the lowest, of devices with less shared memory."""
-    case, device = CASES_BY_NAME[name], device_of(capability)
+    case, device = fitting(CASES_BY_NAME[name], spec), device_of(capability)
     problem = describe(case, dtype)
     if spec.refusal(problem.traits, device) is not None:
         pytest.skip(f"{spec.name} refuses")
@@ -119,8 +121,9 @@ def test_every_tile_of_forward_mma(name: str) -> None:
 @rows
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]
-    tile = str(spec.tiles(describe(case, "float16").traits, device_of(90))[0])
-    assert_right(case, "float16", Emulator(spec.name, tile))
+    dtype = "float16" if "float16" in spec.dtypes else spec.dtypes[0]
+    tile = str(spec.tiles(describe(fitting(case, spec), dtype).traits, device_of(90))[0])
+    assert_right(case, dtype, Emulator(spec.name, tile))
 
 
 def test_forward_mma_has_a_tile_of_every_form() -> None:
@@ -160,7 +163,7 @@ def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
 
 def malformed(emulator: Emulator, values: tuple[int, ...]) -> None:
     """Queries of all ones and values of all ones: whatever the boundaries, every output is 1, or 0 without keys."""
-    x = np.ones((100, 4, 32), DTYPES_BY_NAME[emulator.spec.dtypes[0]])
+    x = np.ones((100, 4, min(32, emulator.spec.max_head_dim)), DTYPES_BY_NAME[emulator.spec.dtypes[0]])
     boundaries = np.zeros(len(values), np.int64)
     problem, infos = describe_varlen(x, x, x, boundaries, boundaries, return_lse=True)
     boundaries[:] = values  # past the checks, as on a GPU, where nobody looks at values before the kernel does
@@ -195,7 +198,8 @@ def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pyte
 
 @rows
 def test_without_lse(spec: KernelSpec) -> None:
-    x = np.random.default_rng(0).standard_normal((2, 70, 32)).astype(DTYPES_BY_NAME[spec.dtypes[0]])
+    shape = (2, 70, min(32, spec.max_head_dim))
+    x = np.random.default_rng(0).standard_normal(shape).astype(DTYPES_BY_NAME[spec.dtypes[0]])
     emulator = Emulator(spec.name)
     out, _ = emulator.attention(x, x, x, return_lse=True)
     assert emulator.attention(x, x, x).tobytes() == out.tobytes()
@@ -211,7 +215,7 @@ def test_agrees_with_the_gpu(spec: KernelSpec, name: str, dtype: str) -> None:
 
     import cuflash
 
-    case, emulator = CASES_BY_NAME[name], Emulator(spec.name, device=launch.device_info(0))
+    case, emulator = fitting(CASES_BY_NAME[name], spec), Emulator(spec.name, device=launch.device_info(0))
     if emulator.refuses(describe(case, dtype)):
         pytest.skip(f"{spec.name} refuses")
     data = make_data(case, dtype)

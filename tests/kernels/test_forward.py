@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, TF32_CASES
+from cases import CASES, DTYPES, TF32_CASES, fitting
 
 import cuflash
 from cuflash.gpu.compile import kernel_function
@@ -55,7 +55,7 @@ def _compile_all() -> None:
     device = device_info(0)
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
-        problem = describe(case, dtype)
+        problem = describe(fitting(case, spec), dtype)
         if spec.refusal(problem.traits, device) is None:
             kernel_function(make_plan(problem, device, Settings(spec.name, "", False)).program, 0)
 
@@ -72,6 +72,7 @@ def _compile_all() -> None:
 def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
     import cupy
 
+    case = fitting(case, spec)
     with cuflash.options(kernel=spec.name):
         if spec.refusal(describe(case, dtype).traits, device_info(0)) is None:
             _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
@@ -85,6 +86,7 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
 def test_tf32(spec: KernelSpec, case: Case) -> None:
     import cupy
 
+    case = fitting(case, spec)
     with cuflash.options(kernel=spec.name):
         if spec.refusal(describe(case, "float32").traits, device_info(0)) is None:
             _assert_right_twice(case, "float32", cupy, rounds_weights=spec.rounds_weights)
@@ -103,6 +105,7 @@ def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
     """The three tallest tiles and the lowest, whichever the plan would take."""
     import cupy
 
+    case = fitting(case, spec)
     problem, device = describe(case, dtype), device_info(0)
     if spec.refusal(problem.traits, device) is not None:
         with cuflash.options(kernel=spec.name):

@@ -33,9 +33,11 @@ pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 FEW, FEWEST = ("64", "128", "256", "everything", "lse_128"), ("128", "everything")
+POINTS = ("3/1", "16/16", "everything")
 FEWER_PROBLEMS = {
     "forward_mma": {86: FEW, 89: FEWEST, 100: (*FEW, "bias_64", "bias_128", "mask_256")},
     "forward_wmma": {86: FEW, 89: FEWEST, 90: FEW, 100: FEW, 120: FEW},
+    "forward_points": {80: POINTS, 86: POINTS, 89: POINTS, 100: POINTS},
     "precise_float64": {80: FEW, 100: FEW},
     "forward_scalar": {75: FEW, 80: FEW, 86: FEWEST, 89: FEWEST, 100: FEWEST, 120: FEWEST},
 }
@@ -115,17 +117,44 @@ def representative_problems(*, tensor_cores: bool) -> dict[str, Problem]:
     return problems
 
 
+def point_problems() -> dict[str, Problem]:
+    """Few features: how many, each feature of a call that takes registers, and calls that take other tiles."""
+    problems = {}
+    for dtype in ("float32", "float64"):
+        bias, mask = _info((2048, 2048), "float32"), _info((2048, 2048), "bool")
+        for head_dim, head_dim_v in ((1, 1), (3, 1), (3, 3), (3, 16), (8, 8), (16, 1), (16, 16)):
+            x, v = (_info((1, 100_000, features), dtype) for features in (head_dim, head_dim_v))
+            problems[f"{dtype}-{head_dim}/{head_dim_v}"] = describe_attention(x, x, v)[0]
+        for head_dim in (3, 16):
+            x = _info((16, 16, 2048, head_dim), dtype)
+            options: dict[str, Any] = {"bias": bias, "mask": mask, "softcap": 2.0, "out_dtype": "float64"}
+            problems[f"{dtype}-everything_{head_dim}"] = describe_attention(x, x, x, **options)[0]
+            problems |= _features_alone(dtype, head_dim, bias, mask)
+            odd = x._replace(pointer=1)
+            problems[f"{dtype}-odd_bytes_{head_dim}"] = describe_attention(odd, odd, odd)[0]
+            few = _info((16, 16, 2, head_dim), dtype)
+            problems[f"{dtype}-few_rows_{head_dim}"] = describe_attention(few, x, x)[0]
+        tokens, boundaries = _info((4096, 4, 12), dtype), _info((5,), "int32")
+        problems[f"{dtype}-varlen"] = describe_varlen(tokens, tokens, tokens, boundaries, causal=True)[0]
+    return problems
+
+
 def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
     """Plans of the representative problems that a row takes on a device, by name."""
     device = device_of(capability)
+    few_features = spec.max_head_dim <= 16
+    problems = point_problems() if few_features else representative_problems(tensor_cores=spec.rounds_weights)
     return {
         name: make_plan(problem, device, Settings(spec.name, "", False))
-        for name, problem in representative_problems(tensor_cores=spec.rounds_weights).items()
+        for name, problem in problems.items()
         if spec.refusal(problem.traits, device) is None
     }
 
 
-LOCAL_BYTES = {"forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2), "precise_float64": 8 * (64 + 2)}
+LOCAL_BYTES = {
+    "forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2), "precise_float64": 8 * (64 + 2),
+    "forward_points": 2 * 4 * 4 * (17 + 1),
+}  # fmt: skip
 """Memory of a thread that a kernel keeps on purpose: sums of earlier keys, that rest there for many more keys."""
 
 

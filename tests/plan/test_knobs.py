@@ -350,7 +350,7 @@ def test_dump_writes_what_is_compiled(tmp_path: Path, monkeypatch: pytest.Monkey
     written = sorted((tmp_path / "new" / "folder").iterdir())
     assert len(written) == 2
     assert {path.read_text() for path in written} == {text, text + "\n"}
-    assert all(path.name.startswith("forward_scalar_") and path.suffix == ".cu" for path in written)
+    assert all(path.name.startswith(f"{plan.kernel}_") and path.suffix == ".cu" for path in written)
 
 
 @pytest.mark.gpu

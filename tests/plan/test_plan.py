@@ -96,6 +96,12 @@ CASES: list[tuple[str, Problem, int]] = [
     ("MQA 7 rows", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
     ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
+    *(
+        (f"points {dtype} D={head_dim}", dense(gpu((100_000, head_dim), dtype), v=gpu((100_000, 1), dtype)), 90)
+        for dtype in ("float32", "float64")
+        for head_dim in (3, 16)
+    ),
+    ("points, few queries", dense(gpu((5, 3), "float32"), gpu((100_000, 3), "float32")), 90),
     ("no queries", dense(gpu((2, 4, 0, 64)), gpu((2, 4, 7, 64))), 90),
     ("no keys", dense(gpu((2, 4, 7, 64)), gpu((2, 4, 0, 64))), 90),
     ("no batch", dense(gpu((0, 4, 7, 64))), 90),
@@ -141,8 +147,8 @@ float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/5
 bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 float32 D=512, forward_scalar, 64x64/256, grid 4096, 184480 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512, precise_float64, 16x16/128, grid 16384, 207520 B, batch 0:4, D 512/512, align 16, x1
-float32 D=1, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 4, x3
-float32 D=16, forward_scalar, 64x64/128, grid 4096, 32928 B, batch 0:4, D 16/16, align 16, x3
+float32 D=1, forward_points, 512x256/128, grid 512, 2240 B, batch 0:4, D 1/1, align 4, x4
+float32 D=16, forward_points, 512x256/128, grid 512, 33440 B, batch 0:4, D 16/16, align 16, x2
 float32 D=17, forward_scalar, 64x64/128, grid 4096, 45216 B, batch 0:4, D 32/32, align 4, x3
 float32 D=33, forward_scalar, 64x64/128, grid 4096, 69792 B, batch 0:4, D 64/64, align 4, x3
 float32 D=65, forward_scalar, 64x64/128, grid 4096, 61600 B, batch 0:4, D 96/96, align 4, x2
@@ -199,6 +205,11 @@ GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4,
 MQA 7 rows, forward_mma, 64x64x2/128, grid 256, splits 8, 90848 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
 MHA, one query, forward_mma, 32x64x2/64, grid 256, 80480 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
+points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
+points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
+points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
+points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
+points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
 no queries, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:2, D 64/64, align 16, x3
 no keys, forward_mma, 64x64x2/128, grid 8, 49888 B, batch 0:2, D 64/64, align 16, x3
 no batch, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:0, D 64/64, align 16, x3
@@ -450,7 +461,8 @@ def test_build_key_holds_what_changes_the_code(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", [name for name in kernel_names() if name != "cpu"])
 def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     (spec,) = [spec for spec in KERNELS if spec.name == name]
-    squares = (square(dtype, 64) for dtype in ("float32", "float16", "float64"))
+    head_dim = min(64, spec.max_head_dim)
+    squares = (square(dtype, head_dim) for dtype in ("float32", "float16", "float64"))
     problem = next(p for p in squares if spec.refusal(p.traits, H200) is None)
     tiles = spec.tiles(problem.traits, H200)
     for tile in dict.fromkeys(map(str, tiles)):

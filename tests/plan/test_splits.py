@@ -136,7 +136,11 @@ def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pyte
 @emulated
 @rows
 def test_without_lse(spec: KernelSpec) -> None:
-    x = np.random.default_rng(0).standard_normal((2, 200, 32)).astype(DTYPES_BY_NAME[spec.dtypes[0]])
+    x = (
+        np.random.default_rng(0)
+        .standard_normal((2, 200, min(32, spec.max_head_dim)))
+        .astype(DTYPES_BY_NAME[spec.dtypes[0]])
+    )
     emulator = Emulator(spec.name, num_splits=2)
     out, _ = emulator.attention(x, x, x, return_lse=True)
     assert emulator.attention(x, x, x).tobytes() == out.tobytes()

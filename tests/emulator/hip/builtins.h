@@ -57,6 +57,13 @@ inline __device__ unsigned int __float_as_uint(float value) { return __builtin_b
 inline __device__ float __uint_as_float(unsigned int bits) { return __builtin_bit_cast(float, bits); }
 inline __device__ float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline __device__ double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
+inline __device__ int __double2hiint(double value) {
+    return static_cast<int>(__builtin_bit_cast(long long, value) >> 32);
+}
+inline __device__ int __double2loint(double value) { return static_cast<int>(__builtin_bit_cast(long long, value)); }
+inline __device__ double __hiloint2double(int high, int low) {
+    return __longlong_as_double(static_cast<long long>(high) << 32 | static_cast<unsigned int>(low));
+}
 
 // From AMD's device libraries, which a link would bring.
 extern "C" __device__ float __ocml_exp_f32(float);

@@ -5,9 +5,9 @@
 
 namespace cuflash {
 
-// exp(x) for x <= 0, -inf and NaN included, to 1.05 units in the last place: 2^k exp(r), where |r| <= log(2) / 2 and
-// exp(r) is the polynomial of degree 11 that is exact at Chebyshev's points, but for its first three terms, which are
-// known.
+// exp(x) for x up to 200, -inf and NaN included, to 1.05 units in the last place: 2^k exp(r), where |r| <= log(2) / 2
+// and exp(r) is the polynomial of degree 11 that is exact at Chebyshev's points, but for its first three terms, which
+// are known.
 __device__ __forceinline__ double exponential_of_negative(double x) {
     constexpr double kTerms[] = {0.5,
                                  0.16666666666666666,
