@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wmma
+from cuflash.plan import tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wmma
 from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, time_of, time_of_a_split, walk_of
-from cuflash.plan.plan import find_build, make_plan
+from cuflash.plan.plan import find_builds, make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention
@@ -103,10 +103,13 @@ def cases() -> list[Case]:
     found += [draw(rng, "forward_wmma", "float16", (64, 128, 256), 1e11) for _ in range(50)]
     found += [draw(rng, "forward_scalar", "float32", (64, 128, 256), 1.2e10) for _ in range(50)]
     found += [draw(rng, "forward_scalar", "float64", (64, 128), 6e9) for _ in range(25)]
-    found += [draw(rng, "precise_float64", "float64", (32, 64, 128, 128, 256, 512), 4e10) for _ in range(60)]
-    for head_dim, (batch, length), causal in product((32, 64, 128, 256), ((8, 1024), (2, 4096)), (False, True)):
-        heads = 1024 // head_dim
-        found.append(Case("precise_float64", "float64", batch, heads, heads, length, length, head_dim, causal))
+    for kernel, dtype, most_flops in (("precise_float64", "float64", 4e10), ("precise_float32", "float32", 8e10)):
+        found += [draw(rng, kernel, dtype, (32, 64, 128, 128, 256, 512), most_flops) for _ in range(60)]
+        for head_dim, (batch, length), causal in product(
+            (32, 64, 128, 256, 512), ((8, 1024), (2, 4096)), (False, True)
+        ):
+            heads = 1024 // head_dim
+            found.append(Case(kernel, dtype, batch, heads, heads, length, length, head_dim, causal))
     found += point_clouds()
     return found
 
@@ -152,7 +155,9 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
         if tile.block_m > 4 * max(rows, 16) or far_too_low:
             continue
         resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
-        chosen = find_build(problem.traits, device, Settings(spec.name, str(tile), False)).choose(lengths_of(problem))
+        chosen = find_builds(problem.traits, device, Settings(spec.name, str(tile), False))[0].choose(
+            lengths_of(problem)
+        )
         most = -(-case.seqlen_k // tile.block_n) if num_blocks < resident else 1
         for splits in sorted({*SPLITS, chosen.num_splits}):
             if splits == 1 or (splits <= most and num_blocks * splits <= 3 * resident):
@@ -214,6 +219,7 @@ FAMILIES = {
     tiles_wmma.COST: "forward_wmma",
     tiles_points.COST: "forward_points",
     tiles_points.COST_OF_DOUBLES: "forward_points, float64",
+    tiles_float32.COST: "precise_float32",
     tiles_float64.COST: "precise_float64",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
@@ -266,7 +272,7 @@ def losses(found: list[Measured], device: Device) -> dict[str, list[tuple[float,
     """
     by_family: dict[str, list[tuple[float, Measured, str]]] = {}
     for one in found:
-        build = find_build(one.problem.traits, device, Settings(one.case.kernel, "", False))
+        build = find_builds(one.problem.traits, device, Settings(one.case.kernel, "", False))[0]
         choice = build.choose(one.lengths)
         tile = build.tiles[choice.tile_idx]
         fewer = [(splits, time) for other, splits, time in one.called if other == tile and splits <= choice.num_splits]

@@ -51,7 +51,7 @@ struct SharedTiles {
     PairRows<kBlockN, kHeadDimV> v;
     PartialScores partial[kWarpsPerRow > 1 ? kNumWarps : 1];
     TileRow rows[kBlockM];
-    LogitRow logits[kHasRowTerms ? kBlockM : 1];
+    LogitRow logits[kBlockM];
     TileMap tile;
     TileKeys keys;
 };

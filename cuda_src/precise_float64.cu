@@ -23,7 +23,6 @@
 #include "common/schedule.cuh"
 #include "precise/copies.cuh"
 #include "precise/output.cuh"
-#include "precise/scores.cuh"
 #include "ptx/mma_float64.cuh"
 
 namespace cuflash {

@@ -75,7 +75,8 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     for name, reason in refusals(problem.traits, gpu):
         if name == plan.kernel:
             break
-        ahead.append((name, reason or "options(kernel=...) chose another"))
+        another = "options(kernel=...) chose another" if chosen.kernel else "expected to take longer at these lengths"
+        ahead.append((name, reason or another))
     return Explanation(
         problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads,
         plan.program.shared_memory, plan.workspace, registers, spills, tuple(ahead),

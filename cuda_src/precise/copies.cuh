@@ -3,7 +3,7 @@
 
 #include "common/load.cuh"
 #include "common/mask.cuh"
-#include "precise/layout.cuh"
+#include "precise/scores.cuh"
 
 namespace cuflash {
 

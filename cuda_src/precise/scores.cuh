@@ -10,7 +10,7 @@
 namespace cuflash {
 
 // What a warp has of the scores of rows that it shares.
-using PartialScores = Accumulator[kRows * kColumns][32];
+using PartialScores = Accumulator[kWarpsPerRow > 1 ? kRows * kColumns : 1][32];
 
 // Adds up what the warps that share their rows have of the scores, in their order.
 __device__ __forceinline__ void sum_scores(PartialScores* partial, const Place& place, Scores& scores) {

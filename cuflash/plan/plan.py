@@ -63,9 +63,9 @@ class Build:
         As they are asked for; the second says whether their results are partial.
     """
 
-    def __init__(self, traits: Traits, device: Device, settings: Settings) -> None:
-        self.spec = choose_kernel(traits, device, settings)
-        self.tiles = _allowed_tiles(self.spec, traits, device, settings)
+    def __init__(self, spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> None:
+        self.spec = spec
+        self.tiles = _allowed_tiles(spec, traits, device, settings)
         self._traits = traits
         self._device = device
         self._cost: Cost = self.spec.cost(traits)
@@ -146,21 +146,35 @@ class Plan(NamedTuple):
         )
 
 
-_builds: dict[tuple[Traits, Device, Settings], Build] = {}
+_builds: dict[tuple[Traits, Device, Settings], list[Build]] = {}
 
 
-def find_build(traits: Traits, device: Device, settings: Settings) -> Build:
-    """Return what follows from the traits, remembered.
+def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Build]:
+    """Return what follows from the traits, remembered: a build, and others if their kernels may take less time.
 
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve them.
     """
     key = traits, device, settings
-    build = _builds.get(key)
-    if build is None:
+    builds = _builds.get(key)
+    if builds is None:
         if len(_builds) >= CACHE_SIZE:
             _builds.clear()
-        build = _builds[key] = Build(traits, device, settings)
-    return build
+        specs = [choose_kernel(traits, device, settings)]
+        if specs[0].yields and not settings.kernel and not settings.tile:
+            later = KERNELS[KERNELS.index(specs[0]) + 1 :]
+            specs += [spec for spec in later if spec.refusal(traits, device) is None]
+        builds = _builds[key] = [Build(spec, traits, device, settings) for spec in specs]
+    return builds
+
+
+def choose_build(builds: list[Build], lengths: Lengths) -> tuple[Build, Choice]:
+    """Return the build that takes the least time, and what it chooses; of equal ones the first."""
+    chosen = builds[0], builds[0].choose(lengths)
+    for build in builds[1:]:
+        choice = build.choose(lengths)
+        if choice.time < chosen[1].time:
+            chosen = build, choice
+    return chosen
 
 
 def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: int | None = None) -> Plan:
@@ -168,9 +182,8 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
 
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
-    build = find_build(problem.traits, device, settings)
     lengths = lengths_of(problem)
-    choice = build.choose(lengths)
+    build, choice = choose_build(find_builds(problem.traits, device, settings), lengths)
     tile = build.tiles[choice.tile_idx]
     if num_splits is None:
         num_splits = choice.num_splits

@@ -1,7 +1,7 @@
 """The table of kernels: one `KernelSpec` row each, fastest first. A row's tiles lie in the `tiles_*.py` of its tier.
 
 Plans, tests, import-time compilation and `python -m cuflash kernels` all iterate over `KERNELS`. The first row that
-accepts the traits of a problem serves it. The last row takes everything.
+accepts the traits of a problem serves it, unless it yields to a later one. The last row takes everything.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class KernelSpec(NamedTuple):
     """What else the kernel is compiled with."""
     caps_by_polynomial: bool = False
     """Whether small scores are capped by a polynomial, whose degree the kernel is compiled for."""
+    yields: bool = False
+    """Whether a later row serves the call where the cost model expects less time of that: few queries, for one."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -136,6 +138,7 @@ KERNELS = (
         min_blocks=float32_min_blocks,
         cost=float32_cost,
         macros=float32_macros,
+        yields=True,
         rounds_weights=True,
     ),
     KernelSpec(

@@ -32,8 +32,8 @@ def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
     size = _rows(tile.block_m, bucket) + _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
-    size += (tile.num_threads // 32 if _warps_per_row(traits) > 1 else 1) * 64 * tile.block_n
-    size += tile.block_m * 24 + (tile.block_m if traits.num_arrays or traits.alibi_slopes else 1) * 32
+    size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
+    size += tile.block_m * (24 + 32)
     return round_up(size + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 
@@ -49,16 +49,16 @@ _SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
 
 
 COST = Cost(
-    product=1.8e-06,
-    weight=0.00003,
-    load=5.33e-06,
-    tile=0.1,
-    latency=1.05,
-    latency_load=0.000174,
-    copy=0.000168,
-    exposed_copy=0.0121,
-    block=4.62,
-    block_load=0.0354,
+    product=1.81e-06,
+    weight=9.56e-05,
+    load=6.93e-06,
+    tile=0.299,
+    latency=2.35,
+    latency_load=0.000101,
+    copy=0.000178,
+    exposed_copy=0.0198,
+    block=2.21,
+    block_load=0.0272,
     merge=5.87,
     merge_split=0.0743,
     merge_byte=3.31e-07,

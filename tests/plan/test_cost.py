@@ -24,9 +24,9 @@ from cuflash.plan.cost import (
     time_of_a_split,
     walk_of,
 )
-from cuflash.plan.plan import find_build, make_plan
+from cuflash.plan.plan import find_builds, make_plan
 from cuflash.plan.table import KERNELS, Tile
-from cuflash.settings import AUTOMATIC
+from cuflash.settings import AUTOMATIC, Settings
 from plan.test_plan import H200, dense, gpu, packed, square
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -126,7 +126,7 @@ def test_the_least_is_found(
     queries: int, group: int, groups: int, keys: int, causal: bool, most: int, head_dim: int
 ) -> None:
     """No tile takes less without splits, or with any number of them that fills the GPU; none is left without keys."""
-    build = find_build(square("float16", head_dim).traits, H200, AUTOMATIC)
+    build = find_builds(square("float16", head_dim).traits, H200, AUTOMATIC)[0]
     later = min(keys, queries) if causal else 0
     lengths = Lengths(queries, group, group * groups, keys, later, None)
     paces = [pace._replace(most_splits=most) for pace in build._paces]
@@ -161,7 +161,15 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     import fit_cost
 
     found = fit_cost.read(fit_cost.STORED, H200)
-    assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
+    unmeasured = {"forward_points"}  # its constants are reasoned from instruction counts
+    assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS} - unmeasured
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
         assert np.mean(values) <= 0.04 and max(values) <= 0.25, name
+
+
+def test_float32_goes_to_the_kernel_that_takes_less() -> None:
+    assert make_plan(square("float32", 64), H200, AUTOMATIC).kernel == "precise_float32"
+    few = dense(gpu((8, 32, 1, 128), "float32"), gpu((8, 8, 4096, 128), "float32"))
+    assert make_plan(few, H200, AUTOMATIC).kernel == "forward_scalar"
+    assert make_plan(few, H200, Settings("precise_float32", "", False)).kernel == "precise_float32"
