@@ -35,7 +35,7 @@ __device__ __forceinline__ void multiply_qk_one_by_one(const AttentionParams& pa
             for (int e = 0; e < kAtOnce; ++e) {
                 const float k = load_bits<float>(keys[e] + feature * params.k_strides.column);
 #pragma unroll
-                for (int r = 0; r < kRows; ++r) products[r][e] = multiply_add(q[r], k, products[r][e]);
+                for (int r = 0; r < kRows; ++r) products[r][e] = multiply_add_subnormal(q[r], k, products[r][e]);
             }
         }
 #pragma unroll
@@ -77,11 +77,11 @@ __device__ __forceinline__ void accumulate_one_by_one(const AttentionParams& par
             value += params.v_strides.row;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
-                products[r] = multiply_add(__shfl_sync(0xffffffffu, own[r][i], owner), v, products[r]);
+                products[r] = multiply_add_subnormal(__shfl_sync(0xffffffffu, own[r][i], owner), v, products[r]);
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
-            total.sums[r][f] = multiply_add(static_cast<float>(total.sums[r][f]), factors[r], products[r]);
+            total.sums[r][f] = multiply_add_subnormal(static_cast<float>(total.sums[r][f]), factors[r], products[r]);
     }
 }
 

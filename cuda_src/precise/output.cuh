@@ -68,7 +68,7 @@ struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
 #pragma unroll
             for (int i = 0; i <= kValues; ++i) {
                 Accumulator& value = i < kValues ? at(o, r, i) : softmax.row_sum[r];
-                sums[r][i] = multiply_add(static_cast<Accumulator>(sums[r][i]), by, value);
+                sums[r][i] = multiply_add_subnormal(static_cast<Accumulator>(sums[r][i]), by, value);
                 value = 0;
             }
         }
@@ -89,9 +89,9 @@ struct Quotients {
 
     __device__ __forceinline__ explicit Quotients(Accumulator divisor) : divisor(divisor), reciprocal(1 / divisor) {}
     __device__ __forceinline__ Accumulator of(Accumulator value) const {
-        const Accumulator near = value * reciprocal;
-        const Accumulator rest = multiply_add(-near, divisor, value);
-        return absolute(near) <= largest_finite() ? multiply_add(rest, reciprocal, near) : near;
+        const Accumulator near = multiply_subnormal(value, reciprocal);
+        const Accumulator rest = multiply_add_subnormal(-near, divisor, value);
+        return absolute(near) <= largest_finite() ? multiply_add_subnormal(rest, reciprocal, near) : near;
     }
 };
 
@@ -112,7 +112,8 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         for (int f = 0; f < kFeatureTiles; ++f) {
             Accumulator pair[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) pair[e] = quotients.of(o[f][2 * r + e] * finished.multiplier);
+            for (int e = 0; e < 2; ++e)
+                pair[e] = quotients.of(multiply_subnormal(o[f][2 * r + e], finished.multiplier));
             store_output(params, out, first + f * 8, pair);
         }
     }

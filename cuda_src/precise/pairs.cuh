@@ -120,8 +120,7 @@ struct PairRows {
     __device__ __forceinline__ unsigned int make_pairs(int num_features, unsigned int least_exponent,
                                                        unsigned int most_exponent) {
         const int thread = thread_index_again();
-        bool in_range = true;
-        unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
+        unsigned int found = 0;
         cp_async_wait();
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -141,10 +140,11 @@ struct PairRows {
             for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
                 largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
             const unsigned int exponent = __float_as_uint(largest) >> 23;
-            in_range &= exponent == 0 || (exponent >= least_exponent && exponent <= most_exponent);
+            if (exponent != 0 && (exponent < least_exponent || exponent > most_exponent)) found |= kOutOfRange;
             if (thread % kLanes == 0) scales[row] = __uint_as_float(exponent << 23);
             const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
-            __syncwarp();  // all of the row has been read
+            __syncwarp();                      // all of the row has been read
+            unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
 #pragma unroll
             for (int chunk = 0; chunk < kChunks; ++chunk) {
                 const int column = column_of(thread, chunk);
@@ -159,11 +159,23 @@ struct PairRows {
                 words(row, column) = first;
                 if constexpr (kProducts > 1) words(row, column, kSecond) = second;
             }
+            const float low = float_from_half_bits(static_cast<unsigned short>(least));
+            const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
+            if (minimum(low, high) < kLeastScaled) found |= kHasZero | tiny_ones(chunks, factor);
         }
-        const unsigned int found = in_range ? 0 : kOutOfRange;
-        const float low = float_from_half_bits(static_cast<unsigned short>(least));
-        const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
-        return minimum(low, high) >= kLeastScaled ? found : found | kHasZero | tiny_ones();
+        return found;
+    }
+
+    // Whether there are tiny elements that are not 0, those below a float's normal range among them.
+    static __device__ __forceinline__ unsigned int tiny_ones(const Vector16 (&chunks)[kChunks], float factor) {
+        bool tiny = false;
+#pragma unroll
+        for (const Vector16& chunk : chunks) {
+#pragma unroll
+            for (const float value : chunk.values)
+                tiny |= __float_as_uint(value) << 1 != 0 && absolute(value * factor) < kLeastScaled;
+        }
+        return tiny ? kHasTiny : 0;
     }
 
     struct alignas(8) Words {
@@ -171,29 +183,6 @@ struct PairRows {
     };
     __device__ __forceinline__ Words& words(int row, int column, int offset = 0) {
         return *reinterpret_cast<Words*>(reinterpret_cast<char*>(rows[row]) + offset + column * 2);
-    }
-    // Whether the lane has made pairs of tiny elements that are not 0.
-    __device__ __forceinline__ unsigned int tiny_ones() {
-        unsigned int found = 0;
-#pragma unroll 1
-        for (int pass = 0; pass < kPasses; ++pass) {
-            const int row = row_of(threadIdx.x, pass);
-            if (!has_row(row)) continue;
-#pragma unroll 1
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                const int column = column_of(threadIdx.x, chunk);
-                if (!has_column(column)) continue;
-                const Words first = words(row, column), second = words(row, column, kProducts > 1 ? kSecond : 0);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const auto bits = static_cast<unsigned short>(first.words[e / 2] >> e % 2 * 16);
-                    const auto rest = static_cast<unsigned short>(second.words[e / 2] >> e % 2 * 16);
-                    const bool zero = ((bits | rest) & 0x7fff) == 0;
-                    if (!zero && absolute(float_from_half_bits(bits)) < kLeastScaled) found = kHasTiny;
-                }
-            }
-        }
-        return found;
     }
 };
 
