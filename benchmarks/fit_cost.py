@@ -22,7 +22,17 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from cuflash.plan import tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wmma
-from cuflash.plan.cost import SPLIT_CALL, Cost, Lengths, lengths_of, pace_of, time_of, time_of_a_split, walk_of
+from cuflash.plan.cost import (
+    SPLIT_CALL,
+    Cost,
+    Lengths,
+    lengths_of,
+    pace_of,
+    time_of,
+    time_of_a_split,
+    time_of_preparation,
+    walk_of,
+)
 from cuflash.plan.plan import find_builds, make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
@@ -49,6 +59,7 @@ class Case(NamedTuple):
     head_dim: int
     causal: bool = False
     window: tuple[int, int] | None = None
+    precision: str = "ieee"
 
     @property
     def flops(self) -> int:
@@ -66,7 +77,7 @@ class Case(NamedTuple):
     @property
     def options(self) -> dict[str, Any]:
         """Those of the call."""
-        return {"causal": self.causal, "window": self.window}
+        return {"causal": self.causal, "window": self.window, "precision": self.precision}
 
     def describe(self) -> Problem:
         """Describe the problem, without arrays."""
@@ -110,8 +121,9 @@ def cases() -> list[Case]:
         ):
             heads = 1024 // head_dim
             found.append(Case(kernel, dtype, batch, heads, heads, length, length, head_dim, causal))
-    found += point_clouds()
-    return found
+    for case in [case for case in found if case.kernel == "precise_float32"]:
+        found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
+    return [*found, *point_clouds()]
 
 
 def point_clouds() -> list[Case]:
@@ -182,7 +194,9 @@ def measure(file: Path) -> None:
     def plan_of(case: Case, tile: Tile, splits: int) -> Any:
         return make_plan(case.describe(), device, Settings(case.kernel, str(tile), False), splits)
 
-    programs = {plan_of(case, *candidate).program for case, chosen in found for candidate in chosen}
+    plans = [plan_of(case, *candidate) for case, chosen in found for candidate in chosen]
+    programs = {plan.program for plan in plans}
+    programs |= {plan.preparation.program for plan in plans if plan.preparation is not None}
     with ThreadPoolExecutor(cpu_count()) as pool:
         list(pool.map(lambda program: kernel_function(program, 0), programs))
     backend, stored = GpuBackend(), []
@@ -217,9 +231,11 @@ FAMILIES = {
     tiles_mma.COST: "forward_mma",
     tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
     tiles_wmma.COST: "forward_wmma",
+    tiles_wmma.COST_OF_TF32: "forward_wmma, tf32",
     tiles_points.COST: "forward_points",
     tiles_points.COST_OF_DOUBLES: "forward_points, float64",
     tiles_float32.COST: "precise_float32",
+    tiles_float32.COST_OF_TF32: "precise_float32, tf32",
     tiles_float64.COST: "precise_float64",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
@@ -237,7 +253,10 @@ class Measured(NamedTuple):
     @property
     def called(self) -> list[tuple[Tile, int, float]]:
         """The same, as long as calls would take: those with splits keep the host busy."""
-        return [(tile, splits, max(time, SPLIT_CALL) if splits > 1 else time) for tile, splits, time in self.times]
+        return [
+            (tile, splits, max(time, SPLIT_CALL) if splits > 1 or tile.prepared else time)
+            for tile, splits, time in self.times
+        ]
 
     @property
     def best(self) -> float:
@@ -308,20 +327,29 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
         features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
         for (tile, splits, time), (*_, called) in zip(one.times, one.called, strict=True):
             walk, max_blocks = walk_of(one.lengths, tile), spec.min_blocks(traits, tile, device)
-            rows.append((index, tile, features, max_blocks, walk, splits, one.lengths, traits.head_dim_v, called, time))
+            row = spec.preparing.row(traits) if spec.preparing else (0, 0)
+            kind = tile, features, max_blocks, 1, row
+            rows.append((index, kind, walk, splits, one.lengths, traits.head_dim_v, called, time))
     place = np.array([row[0] for row in rows])
     measured = np.array([row[-1] for row in rows])
     relative = np.array([row[-2] for row in rows]) / np.array([found[index].best for index in place])
-    floor = np.log([SPLIT_CALL if row[5] > 1 else 1e-9 for row in rows])
+    floor = np.log([SPLIT_CALL if row[3] > 1 or row[1][0].prepared else 1e-9 for row in rows])
     weight = relative**-1.5
 
+    used = np.array([constant > 0 for constant in start])
+
+    def constants(logs: Any) -> Cost:
+        values = np.zeros(len(start))
+        values[used] = np.exp(logs)
+        return Cost(*values.tolist())
+
     def predicted(logs: Any) -> Any:
-        cost, paces, times = Cost(*np.exp(logs).tolist()), {}, []
-        for _, tile, features, max_blocks, walk, splits, lengths, width, *_ in rows:
-            key = tile, features, max_blocks
-            if key not in paces:
-                paces[key] = pace_of(cost, *key)
-            time = time_of(paces[key], walk, device.num_multiprocessors, splits)
+        cost, paces, times = constants(logs), {}, []
+        for _, kind, walk, splits, lengths, width, *_ in rows:
+            if kind not in paces:
+                paces[kind] = pace_of(cost, *kind)
+            pace = paces[kind]
+            time = time_of_preparation(pace, lengths) + time_of(pace, walk, device.num_multiprocessors, splits)
             if splits > 1:
                 time += cost.merge + splits * time_of_a_split(cost, lengths, width)
             times.append(time)
@@ -340,10 +368,10 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
         error = np.mean(weight * np.abs(raw - np.log(measured)))
         return float(loss.mean() + 0.5 * np.sqrt((loss**2).mean()) + 0.3 * error + 1e-4 * np.sum((logs - first) ** 2))
 
-    first = np.log(np.array(start))
+    first = np.log(np.array(start)[used])
     logs = least_squares(errors, first, loss="soft_l1", f_scale=0.03).x
     logs = minimize(expected_loss, logs, method="Powell", options={"maxiter": 3, "maxfev": 900}).x
-    return Cost(*(float(f"{value:.3g}") for value in np.exp(logs)))
+    return Cost(*(float(f"{value:.3g}") for value in constants(logs)))
 
 
 def main() -> int:

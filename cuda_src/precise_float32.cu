@@ -22,7 +22,7 @@
 #include "precise/leading_keys.cuh"
 #include "precise/one_by_one.cuh"
 #include "precise/output.cuh"
-#include "precise/pair_rows.cuh"
+#include "precise/prepared_rows.cuh"
 #include "precise/scores.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
@@ -48,12 +48,13 @@ struct RowsLookedUp {
 
 struct SharedTiles {
     PairRows<kBlockM, kHeadDim> q;
-    PairRows<kBlockN, kHeadDim> k;
-    PairRows<kBlockN, kHeadDimV> v;
+    KeyRows<kBlockN, kHeadDim> k;
+    KeyRows<kBlockN, kHeadDimV> v;
     PartialScores partial[kWarpsPerRow > 1 ? kNumWarps : 1];
     TileRow rows[kBlockM];
     LogitRow logits[kBlockM];
     TileMap tile;
+    PreparedKeys prepared;
     TileKeys keys;
 };
 
@@ -79,11 +80,11 @@ struct ValueScale {
     __device__ __forceinline__ bool by_pairs() const { return exponent != 0; }
     __device__ __forceinline__ unsigned int least() const { return max(exponent, kLeastExponent + kRange) - kRange; }
     // Finds another one for a tile with rows out of range, or tiny elements. Called by the whole block.
-    __device__ __forceinline__ void follow(const PairRows<kBlockN, kHeadDimV>& v, unsigned int found) {
+    __device__ __forceinline__ void follow(const KeyRows<kBlockN, kHeadDimV>& v, unsigned int found) {
         unsigned int smallest = ~0u, largest = kLeastExponent;
 #pragma unroll 1
         for (int row = 0; row < kBlockN; ++row) {
-            const unsigned int of_row = __float_as_uint(v.scales[row]) >> 23;
+            const unsigned int of_row = __float_as_uint(v.scale(row)) >> 23;
             if (of_row != 0) smallest = min(smallest, of_row), largest = max(largest, of_row);
         }
         exponent = largest + kReserve;
@@ -110,13 +111,13 @@ __device__ __forceinline__ void multiply_pairs(float (&first)[4], float (&second
 }
 
 // scores = Q K^T, of the features that the warp sums over; so many keys at a time as there are registers for.
-__device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows, PairRows<kBlockN, kHeadDim>& k_rows,
+__device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows, KeyRows<kBlockN, kHeadDim>& k_rows,
                                             const Place& place, Scores& scores) {
     constexpr int kNumSteps = (kSteps + kWarpsPerRow - 1) / kWarpsPerRow;
     const SharedAddress q =
         shared_address(q_rows.rows[place.group * kRowsPerWarp + place.lane % 16]) + place.lane / 16 * 16;
     const SharedAddress k = shared_address(k_rows.rows[place.lane / 16 * 8 + place.lane % 8]) + place.lane / 8 % 2 * 16;
-    constexpr int kAtOnce = kKeyTiles < 4 ? kKeyTiles : 4;
+    constexpr int kAtOnce = kPrepared || kKeyTiles < 4 ? kKeyTiles : 4;
 #pragma unroll
     for (int first = 0; first < kKeyTiles; first += kAtOnce) {
         float sums[2][kAtOnce][4] = {};
@@ -124,7 +125,8 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
         for (int i = 0; i < kNumSteps; ++i) {
             const int step = i * kWarpsPerRow + place.share;
             // fence: nothing is fetched further ahead
-            __syncwarp();  // the compiler would fetch more than it has registers for
+            if constexpr (!kPrepared || kProducts > 1)
+                __syncwarp();  // the compiler would fetch more than it has registers for
             if (kSteps % kWarpsPerRow != 0 && step >= kSteps) continue;
             Fragment queries[2];
             ldmatrix_x4(queries[0], q + step * 32);
@@ -153,9 +155,9 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
     }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float scale = q_rows.scales[place.tile_row(r)];
+        const float scale = q_rows.scale(place.tile_row(r));
 #pragma unroll
-        for (int i = 0; i < kColumns; ++i) at(scores, r, i) *= scale * (k_rows.scales[place.column(i)] * kUnscaled);
+        for (int i = 0; i < kColumns; ++i) at(scores, r, i) *= scale * (k_rows.scale(place.column(i)) * kUnscaled);
     }
 }
 
@@ -181,16 +183,16 @@ __device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& soft
 }
 
 // O += P V, of the warp's features.
-__device__ __forceinline__ void accumulate(PairRows<kBlockN, kHeadDimV>& v_rows, const Place& place,
+__device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, const Place& place,
                                            const ValueScale& scale, Scores& weights, Output& o) {
-    constexpr int kStepsV = kBlockN / 16, kAtOnce = 2;
+    constexpr int kStepsV = kBlockN / 16, kAtOnce = kPrepared && kProducts == 1 ? 4 : 2;
     Fragment p[kStepsV][2];
     const float relative = __uint_as_float((254 + kPairBits - scale.exponent) << 23);
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
         float scales[2];
 #pragma unroll
-        for (int e = 0; e < 2; ++e) scales[e] = v_rows.scales[place.column(2 * n + e)] * relative;
+        for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(place.column(2 * n + e)) * relative;
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
             pair_of(at(weights, r, 2 * n) * scales[0], at(weights, r, 2 * n + 1) * scales[1],
@@ -205,7 +207,8 @@ __device__ __forceinline__ void accumulate(PairRows<kBlockN, kHeadDimV>& v_rows,
 #pragma unroll
         for (int step = 0; step < kStepsV; ++step) {
             // fence: nothing is fetched further ahead
-            __syncwarp();  // the compiler would fetch more than it has registers for
+            if constexpr (!kPrepared || kProducts > 1)
+                __syncwarp();  // the compiler would fetch more than it has registers for
 #pragma unroll
             for (int g = 0; g < kAtOnce; g += 2) {
                 const SharedAddress values = v + step * 16 * v_rows.kRowBytes + (f + g) * 16;
@@ -237,12 +240,14 @@ struct Copies {
 
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
     __device__ __forceinline__ void load_k(long long n_begin) const {
-        shared.k.load(shared.tile.k + n_begin * params.k_strides.row, params.k_strides, params.head_dim,
-                      shared.keys.any.end - n_begin);
+        const char* rows = kPrepared ? shared.prepared.k + n_begin * shared.k.kRowBytes
+                                     : shared.tile.k + n_begin * params.k_strides.row;
+        shared.k.load(rows, params.k_strides, params.head_dim, shared.keys.any.end - n_begin);
     }
     __device__ __forceinline__ void load_v(long long n_begin) const {
-        shared.v.load(shared.tile.v + n_begin * params.v_strides.row, params.v_strides, params.head_dim_v,
-                      shared.keys.any.end - n_begin);
+        const char* rows = kPrepared ? shared.prepared.v + n_begin * shared.v.kRowBytes
+                                     : shared.tile.v + n_begin * params.v_strides.row;
+        shared.v.load(rows, params.v_strides, params.head_dim_v, shared.keys.any.end - n_begin);
     }
     // Called behind a barrier behind look_up_rows.
     __device__ __forceinline__ void load_q() const {
@@ -259,7 +264,9 @@ __device__ __forceinline__ void look_up_rows(const AttentionParams& params, Shar
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
+    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) {
+        if constexpr (kPrepared) shared.prepared = prepared_keys(params, shared.tile);
+    }
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
@@ -272,7 +279,6 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     OutputTotal total;
     unsigned int found = 0;
     unsigned int refused = 0;
-    int tiles_left = kTilesPerSum;  // of a sum
     ValueScale value_scale = {0};
     const RowsLookedUp rows = {shared.rows, shared.logits};
     if (keys.any.begin < keys.any.end) {
@@ -280,11 +286,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         look_up_rows(params, shared);
         __syncthreads();
         copies.load_q();
-        refused = refused_kinds(shared.q.make_pairs(params.head_dim, kLeastExponent, kMostExponent));
-        found = shared.k.make_pairs(params.head_dim, kLeastExponent, kMostExponent);
+        refused = refused_kinds(shared.q.arrive(params.head_dim, kLeastExponent, kMostExponent));
+        found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
 #pragma unroll 1
-    for (long long n_begin = keys.any.begin; n_begin < keys.any.end;) {
+    for (int i = 0; keys.any.begin + static_cast<long long>(i) * kBlockN < keys.any.end; ++i) {
+        const long long n_begin = keys.any.begin + static_cast<long long>(i) * kBlockN;
         // Worked out again for each step, as registers are scarce.
         const auto place = [] { return Place(thread_index_again()); };
         const bool sees = any_row_sees(rows, keys, n_begin, place());
@@ -311,19 +318,20 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             leads = weigh(scores, softmax, o);
         }
         if constexpr (kHasValues) {
-            found = shared.v.make_pairs(params.head_dim_v, value_scale.least(), value_scale.exponent) & ~kHasZero;
+            found = shared.v.arrive(params.head_dim_v, value_scale.least(), value_scale.exponent) & ~kHasZero;
             // Pairs of V are there, and K has been multiplied.
             if (any_thread(found)) value_scale.follow(shared.v, found);
             if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
             load_next_k();
+            // fence: pairs of weights are not made earlier
+            if constexpr (kPrepared) __syncwarp();
             if (sees && value_scale.by_pairs()) accumulate(shared.v, place(), value_scale, scores, o);
             else if (sees)
                 accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
                                       total);
-            if (--tiles_left == 0) total.take(o, softmax), tiles_left = kTilesPerSum;
+            if ((i + 1) % kTilesPerSum == 0) total.take(o, softmax);
         }
-        n_begin = n_next;
-        if (n_begin < keys.any.end) found = shared.k.make_pairs(params.head_dim, kLeastExponent, kMostExponent);
+        if (n_next < keys.any.end) found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
     const Place place(thread_index_again());
     if constexpr (kHasValues) {

@@ -105,6 +105,8 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     if gpu is not None:
         plan = make_plan(problem, gpu, settings())
         kernel_function(plan.program, device_id)
+        if plan.preparation is not None:
+            kernel_function(plan.preparation.program, device_id)
         if plan.num_splits > 1:
             kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
 

@@ -42,6 +42,10 @@
 #ifndef CUFLASH_PRODUCTS
 #define CUFLASH_PRODUCTS 3
 #endif
+// Whether keys and values are what an earlier launch has made of them.
+#ifndef CUFLASH_PREPARED
+#define CUFLASH_PREPARED 0
+#endif
 #ifndef CUFLASH_MIN_BLOCKS
 #define CUFLASH_MIN_BLOCKS 1
 #endif
@@ -81,6 +85,7 @@ constexpr int kThreads = CUFLASH_THREADS;
 constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kWarpsPerRow = CUFLASH_WARPS_PER_ROW;
 constexpr int kProducts = CUFLASH_PRODUCTS;
+constexpr bool kPrepared = CUFLASH_PREPARED;
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;

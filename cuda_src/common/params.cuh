@@ -31,6 +31,8 @@ struct AttentionParams {
     const char* query_offset;  // null: query_offset_value holds for every batch
     const char* cu_seqlens_q;
     const char* cu_seqlens_k;
+    const char* prepared_k;  // what an earlier launch has made of k and v
+    const char* prepared_v;
 
     Strides q_strides;
     Strides k_strides;

@@ -49,16 +49,20 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, long l
     if (split != 0) tile.per_head.leave_out_sink();  // one more logit per row, not per split
 }
 
+// Number of the block's tile; its splits have the same.
+__device__ __forceinline__ long long tile_of_block(const AttentionParams& params) {
+    const long long block = params.first_block + blockIdx.x;
+    // right either way: a division by 1
+    return params.num_splits > 1 ? divide(block, params.num_splits) : block;
+}
+
 // Fills `tile` for this block, visible to others after a barrier; tile.num_rows is 0 if it has nothing to do. Called by
 // all threads of warp 0; true for one of them, which has `keys` too.
 //
 // The splits of a tile are neighbours in the grid, which leaves tiles in their order, longest first. Other orders would
 // not help L2: grids with splits are resident as a whole, or nearly.
 __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap& tile, TileKeys& keys) {
-    const long long block = params.first_block + blockIdx.x;
-    const bool is_split = params.num_splits > 1;  // right either way: one split is all keys
-    // right either way: a division by 1
-    const long long tile_idx = is_split ? divide(block, params.num_splits) : block;
+    const long long tile_idx = tile_of_block(params);
     TileMap mapped;
     if constexpr (kVarlen) {
         if (threadIdx.x == 0) tile.num_rows = 0;
@@ -72,7 +76,8 @@ __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap
     }
     keys = tile_keys(params, mapped);
     // right either way: one split is all keys
-    if (is_split) take_split(params, block - tile_idx * params.num_splits, mapped, keys);
+    if (params.num_splits > 1)
+        take_split(params, params.first_block + blockIdx.x - tile_idx * params.num_splits, mapped, keys);
     tile = mapped;
     return true;
 }

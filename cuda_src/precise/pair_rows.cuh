@@ -13,7 +13,7 @@ template <int kNumRows, int kWidth>
 struct PairRows {
     static constexpr int kRowBytes = 4 * kWidth + 16, kSecond = 2 * kWidth;  // bytes to the seconds
     alignas(16) float rows[kNumRows][kRowBytes / 4];
-    float scales[kNumRows];  // what a row's elements are to be multiplied by, beside 2^-kPairBits; 0 for zeros
+    float scales[kNumRows];  // see FoundInRow
 
     // Lanes take the chunks of four elements of a row by turns. Those that store at a time then reach all banks.
     static constexpr int kIdle = power_of_two_above(32 * kNumWarps / kNumRows), kWide = power_of_two_above(kWidth / 16);
@@ -22,6 +22,7 @@ struct PairRows {
     static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
     static constexpr int kPasses = (kNumRows * kLanes + kThreads - 1) / kThreads;
 
+    __device__ __forceinline__ float scale(int row) const { return scales[row]; }
     static __host__ __device__ constexpr int row_of(int thread, int pass) {
         const int lane = thread % 32, turn = pass * kNumWarps + thread / 32;
         return kLanes == 8 ? turn / 2 * 8 + turn % 2 * 2 + lane / 8 % 2 * 4 + lane / 16
@@ -81,8 +82,8 @@ struct PairRows {
 
     // Turns what the warp has loaded into pairs, when it has arrived. Returns what the lane has found in it: exponents
     // are wanted from `least_exponent` to `most_exponent`.
-    __device__ __forceinline__ unsigned int make_pairs(int num_features, unsigned int least_exponent,
-                                                       unsigned int most_exponent) {
+    __device__ __forceinline__ unsigned int arrive(int num_features, unsigned int least_exponent,
+                                                   unsigned int most_exponent) {
         const int thread = thread_index_again();
         unsigned int found = 0;
         cp_async_wait();
@@ -90,44 +91,50 @@ struct PairRows {
         for (int pass = 0; pass < kPasses; ++pass) {
             const int row = row_of(thread, pass);
             if (!has_row(row)) break;  // for whole warps
-            Vector16 chunks[kChunks] = {};
-            float largest = 0;
-#pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                const int column = column_of(thread, chunk);
-                if (!has_column(column)) continue;
-                chunks[chunk] = *reinterpret_cast<const Vector16*>(&rows[row][column]);
-#pragma unroll
-                for (const float value : chunks[chunk].values) largest = larger_magnitude(largest, value);
-            }
-#pragma unroll
-            for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
-                largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
-            const unsigned int exponent = __float_as_uint(largest) >> 23;
-            if (exponent != 0 && (exponent < least_exponent || exponent > most_exponent)) found |= kOutOfRange;
-            if (thread % kLanes == 0) scales[row] = __uint_as_float(exponent << 23);
-            const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
-            __syncwarp();                      // all of the row has been read
-            unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
-#pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                const int column = column_of(thread, chunk);
-                if (!has_column(column)) continue;
-                Words first, second;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    pair_of(chunks[chunk].values[2 * i] * factor, chunks[chunk].values[2 * i + 1] * factor,
-                            first.words[i], second.words[i]);
-                    if (column < num_features) least = smaller_magnitudes(least, first.words[i]);
-                }
-                words(row, column) = first;
-                if constexpr (kProducts > 1) words(row, column, kSecond) = second;
-            }
-            const float low = float_from_half_bits(static_cast<unsigned short>(least));
-            const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
-            if (minimum(low, high) < kLeastScaled) found |= kHasZero | tiny_ones(chunks, factor);
+            const FoundInRow in_row = make_pairs(thread, row, num_features);
+            if (thread % kLanes == 0) scales[row] = in_row.scale;
+            found |= in_row.kinds | out_of_range(in_row.scale, least_exponent, most_exponent);
         }
         return found;
+    }
+
+    // Turns a row into pairs. Its lanes call this together.
+    __device__ __forceinline__ FoundInRow make_pairs(int thread, int row, int num_features) {
+        Vector16 chunks[kChunks] = {};
+        float largest = 0;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int column = column_of(thread, chunk);
+            if (!has_column(column)) continue;
+            chunks[chunk] = *reinterpret_cast<const Vector16*>(&rows[row][column]);
+#pragma unroll
+            for (const float value : chunks[chunk].values) largest = larger_magnitude(largest, value);
+        }
+#pragma unroll
+        for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
+            largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
+        const unsigned int exponent = __float_as_uint(largest) >> 23;
+        const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
+        __syncwarp();                      // all of the row has been read
+        unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+            const int column = column_of(thread, chunk);
+            if (!has_column(column)) continue;
+            Words first, second;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                pair_of(chunks[chunk].values[2 * i] * factor, chunks[chunk].values[2 * i + 1] * factor, first.words[i],
+                        second.words[i]);
+                if (column < num_features) least = smaller_magnitudes(least, first.words[i]);
+            }
+            words(row, column) = first;
+            if constexpr (kProducts > 1) words(row, column, kSecond) = second;
+        }
+        const float low = float_from_half_bits(static_cast<unsigned short>(least));
+        const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
+        const bool has_least = minimum(low, high) < kLeastScaled;
+        return {__uint_as_float(exponent << 23), has_least ? kHasZero | tiny_ones(chunks, factor) : 0};
     }
 
     // Whether there are tiny elements that are not 0, those below a float's normal range among them.

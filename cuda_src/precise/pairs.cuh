@@ -22,6 +22,16 @@ constexpr unsigned int kLeastExponent = 127 - 90, kMostExponent = 127 + 90;
 constexpr unsigned int kHasTiny = 1, kHasZero = 2;  // elements that are below kLeastScaled, but not 0; or may be 0, too
 constexpr unsigned int kOutOfRange = 4;             // a row with an exponent that is not wanted
 
+struct FoundInRow {
+    float scale;  // what the row's elements are to be multiplied by, beside 2^-kPairBits; 0 for zeros
+    unsigned int kinds;
+};
+
+__device__ __forceinline__ unsigned int out_of_range(float scale, unsigned int least, unsigned int most) {
+    const unsigned int exponent = __float_as_uint(scale) >> 23;
+    return exponent != 0 && (exponent < least || exponent > most) ? kOutOfRange : 0;
+}
+
 // The pairs of two neighbouring elements, which are below 2^16.
 __device__ __forceinline__ void pair_of(float low, float high, unsigned int& first, unsigned int& second) {
     first = half2_bits_from_floats(low, high);

@@ -20,7 +20,7 @@ Fields = tuple[tuple[str, str], ...]
 
 DIVISOR = "qQ"
 """`Divisor` of cuda_src/common/divide.cuh."""
-POINTERS: Fields = tuple((name, "Q") for name in ARRAYS)
+POINTERS: Fields = tuple((name, "Q") for name in (*ARRAYS, "prepared_k", "prepared_v"))
 """The addresses come first, so that a repeated call packs them alone, in front of the rest as it was."""
 STRIDES: Fields = tuple(
     (f"{name}_strides", f"{BATCH_AXES + 3}q") for name in ARRAYS if not name.startswith("cu_seqlens")

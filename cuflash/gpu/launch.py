@@ -17,6 +17,7 @@ import numpy as np
 from ..plan.partial import partial_results
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
+from ..plan.tiles import PREPARING
 from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
 from ..problem.checks import workspace_size
 from ..problem.kind import Kind
@@ -24,7 +25,7 @@ from ..problem.problem import ARRAYS, Problem, itemsizes, result_rows, shapes_of
 from ..settings import settings
 from .arguments import pack_pointers, pack_values, start
 from .compile import kernel_function
-from .workspace import Result, Split, allocate_with_workspace, check_size, split_of
+from .workspace import Result, allocate_with_workspace, check_size, is_capturing, split_of
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
@@ -47,8 +48,8 @@ class Launch:
     """A planned and compiled call, ready for new addresses."""
 
     __slots__ = (
-        "_block", "_cupy", "_extents", "_function", "_get_device", "_lse", "_out", "_parts", "_problem", "_split",
-        "device_id", "plan",
+        "_block", "_cupy", "_extents", "_function", "_get_device", "_lse", "_out", "_parts", "_preparing", "_problem",
+        "_split", "device_id", "plan",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
@@ -60,6 +61,8 @@ class Launch:
         self._function: Any = kernel_function(plan.program, device_id) if plan.num_blocks else None
         self._block = (plan.tile.num_threads,)
         self._parts = launch_parts(problem, plan)
+        preparation = plan.preparation
+        self._preparing: Any = kernel_function(preparation.program, device_id) if preparation else None
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
         rows, traits, strides = result_rows(problem), problem.traits, problem.strides
         self._out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
@@ -115,8 +118,8 @@ class Launch:
                 return self.run(pointers, out, lse, workspace)
         if settings().log:
             print(f"cuflash: {self}", file=sys.stderr)
-        if self._split is not None:
-            return self._run_split(self._split, pointers, out, lse, workspace)
+        if self.plan.workspace:
+            return self._run_in_workspace(pointers, out, lse, workspace)
         if out is None and self._out is not None:
             out = self._out.allocate(self._cupy)
             pointers[_OUT] = out.data.ptr
@@ -126,29 +129,51 @@ class Launch:
         self._start(pointers)
         return out if self._lse is None else lse if self._out is None else (out, lse)
 
-    def _run_split(self, split: Split, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
-        """Write partial results into a workspace, then merge them."""
-        cupy, allocates_out, allocates_lse = self._cupy, out is None, lse is None
+    def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
+        """Make keys and values ready in a workspace, or write partial results into it, and merge them; or both."""
+        cupy, allocates_out, allocates_lse, size = self._cupy, out is None, lse is None, self.plan.workspace
+        given = lse if self._out is None else out
+        if self._preparing is not None and workspace is None and given is not None and is_capturing(cupy):
+            return self._without_preparation().run(pointers, out, lse)
         if self._out is not None:
-            out, workspace, address = allocate_with_workspace(cupy, self._out, out, split.size, workspace)
+            out, workspace, address = allocate_with_workspace(cupy, self._out, out, size, workspace)
             if allocates_lse and self._lse is not None:
                 lse = self._lse.allocate(cupy)
         else:
             assert self._lse is not None, "there is some result"
-            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, split.size, workspace)
+            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, size, workspace)
         if allocates_out and out is not None:
             pointers[_OUT] = out.data.ptr
         if allocates_lse and lse is not None:
             pointers[_LSE] = lse.data.ptr
-        result, pointers[_RESULTS] = pointers[_RESULTS], (address, address + split.lse_offset)
-        self._start(pointers)
-        split.finish(address, *result)
+        prepared = self._prepare(pointers, address) if self._preparing is not None else (0, 0)
+        if self._split is None:
+            self._start(pointers, *prepared)
+        else:
+            result, pointers[_RESULTS] = pointers[_RESULTS], (address, address + self._split.lse_offset)
+            self._start(pointers, *prepared)
+            self._split.finish(address, *result)
         return out if self._lse is None else lse if self._out is None else (out, lse)
 
-    def _start(self, pointers: list[int]) -> None:
+    def _without_preparation(self) -> Launch:
+        plan = make_plan(self._problem, device_info(self.device_id), settings(), prepares=False)
+        return Launch(self._problem, plan, self.device_id)
+
+    def _prepare(self, pointers: list[int], workspace: int) -> tuple[int, int]:
+        """Make keys and values ready; return the addresses of what is made of them."""
+        preparation = self.plan.preparation
+        assert preparation is not None, "else there is no kernel for it"
+        prepared = workspace + preparation.offset_k, workspace + preparation.offset_v
+        packed = pack_pointers(*pointers, *prepared) + self._parts[0][1]
+        program = preparation.program
+        start(self._preparing, (preparation.num_blocks,), (PREPARING.num_threads,), program.shared_memory, packed)
+        return prepared
+
+    def _start(self, pointers: list[int], prepared_k: int = 0, prepared_v: int = 0) -> None:
         for grid, packed, offsets in self._parts:
             at = pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
-            start(self._function, grid, self._block, self.plan.program.shared_memory, pack_pointers(*at) + packed)
+            arguments = pack_pointers(*at, prepared_k, prepared_v) + packed
+            start(self._function, grid, self._block, self.plan.program.shared_memory, arguments)
 
 
 def launch_parts(problem: Problem, plan: Plan) -> tuple[Part, ...]:

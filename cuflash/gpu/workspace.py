@@ -48,8 +48,6 @@ class Split(NamedTuple):
     merge: Merge
     function: Any
     """The compiled kernel."""
-    size: int
-    """Bytes of the workspace."""
     lse_offset: int
     """Where the partial lse begins in it."""
 
@@ -62,7 +60,7 @@ def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
     """Work out what a plan with several splits needs, and compile it."""
     merge = merge_of_splits(problem, plan.num_splits)
     function = kernel_function(merge.program, device_id)
-    return Split(merge, function, plan.workspace, partial_of(problem).strides[0] * plan.num_splits)
+    return Split(merge, function, partial_of(problem).strides[0] * plan.num_splits)
 
 
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:
@@ -97,6 +95,12 @@ class Result:
         return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides), memory[offset:]
 
 
+def is_capturing(cupy: Any) -> bool:
+    """Whether the current stream captures a graph."""
+    capturing: bool = cupy.cuda.get_current_stream().is_capturing()
+    return capturing
+
+
 def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, workspace: Any) -> tuple[Any, Any, int]:
     """Return `out` and a workspace, both allocated if not given, and the address of its first boundary.
 
@@ -104,7 +108,7 @@ def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, work
     in memory that must be nobody else's.
     """
     if workspace is None and size:
-        if not cupy.cuda.get_current_stream().is_capturing():
+        if not is_capturing(cupy):
             workspace = cupy.empty(size, np.uint8)
         elif out is None:
             out, workspace = result.allocate_with(cupy, size)

@@ -49,6 +49,12 @@ class Cost(NamedTuple):
     """For each split."""
     merge_byte: float
     """For each byte of partial results, written and read."""
+    prepare: float = 0
+    """Of T: for each key and feature, where a block makes ready its keys and values itself."""
+    preparation: float = 0
+    """For a launch that makes them ready for all blocks."""
+    preparation_byte: float = 0
+    """For each byte of what it makes."""
 
 
 class Pace(NamedTuple):
@@ -60,18 +66,36 @@ class Pace(NamedTuple):
     times: tuple[float, ...]
     """For a tile of keys, if one block has a multiprocessor for itself, if two share it, ... if it is full."""
     most_splits: int
+    preparation: tuple[float, float]
+    """For a launch before it, and for each key of each key head; zeros if there is none."""
 
 
-def pace_of(cost: Cost, tile: Tile, features: int, max_blocks: int, most_splits: int = MAX_SPLITS) -> Pace:
+def pace_of(
+    cost: Cost,
+    tile: Tile,
+    features: int,
+    max_blocks: int,
+    most_splits: int = MAX_SPLITS,
+    prepared_row: tuple[int, int] = (0, 0),
+) -> Pace:
     """Work out the times of a tile of which a multiprocessor holds `max_blocks`."""
-    rows, keys, threads, stages = tile
+    rows, keys, threads, stages, prepared = tile
     loads, copies = keys * features, keys * features / threads
     work = cost.product * rows * loads + cost.weight * rows * keys + cost.load * loads * threads / 128 + cost.tile
+    if not prepared:
+        work += cost.prepare * loads
     latency = cost.latency + cost.latency_load * loads + cost.copy * copies
     if stages == 1:
         latency += cost.exposed_copy * copies
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
-    return Pace(tile, cost.block + cost.block_load * rows * features / threads, times, most_splits)
+    preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
+    return Pace(tile, cost.block + cost.block_load * rows * features / threads, times, most_splits, preparation)
+
+
+def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
+    """Time of the launch before it."""
+    launch, key = pace.preparation
+    return launch + key * lengths.keys * (lengths.num_planes // max(lengths.group_size, 1))
 
 
 class Lengths(NamedTuple):
@@ -146,32 +170,39 @@ class Choice(NamedTuple):
     num_splits: int
 
 
-def cheapest(paces: Sequence[Pace], cost: Cost, lengths: Lengths, features: int, multiprocessors: int) -> Choice:
+def cheapest(
+    paces: Sequence[Pace], cost: Cost, lengths: Lengths, features: int, multiprocessors: int, prepares: bool = True
+) -> Choice:
     """Find the tile and the number of splits that take the least time.
 
-    `features` are those of a value, of which partial results are made.
+    `features` are those of a value, of which partial results are made. No tile `prepares` where that can't be.
     """
     best = Choice(float("inf"), 0, 1)
     of_a_split = time_of_a_split(cost, lengths, features)
     for tile_idx, pace in enumerate(paces):
+        if pace.tile.prepared and not prepares:
+            continue
         walk = walk_of(lengths, pace.tile)
         num_tiles, num_steps, average = walk
         times = pace.times
         if num_tiles * num_steps * average * times[-1] >= best.time * len(times) * multiprocessors:
             continue  # even if nothing waited for anything
-        time = time_of(pace, walk, multiprocessors, 1)
+        before = time_of_preparation(pace, lengths)
+        time = before + time_of(pace, walk, multiprocessors, 1)
+        if before:
+            time = max(time, SPLIT_CALL + 0.01 * time)
         if time < best.time:
             best = Choice(time, tile_idx, 1)
-        before, most = 1, min(pace.most_splits, num_steps)
+        fewer, most = 1, min(pace.most_splits, num_steps)
         # Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once, but no more than where
         # what one more adds is what it saves.
         for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and num_tiles else ():
             enough = sqrt(num_steps * times[min(blocks, len(times)) - 1] / of_a_split)
             splits = min(blocks * multiprocessors // num_tiles, most, int(enough) + 1)
             splits = -(-num_steps // -(-num_steps // max(splits, 1)))  # without those that would be left with no tile
-            if splits > before:
-                before = splits
-                time = time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
+            if splits > fewer:
+                fewer = splits
+                time = before + time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
                 time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
                 if time < best.time:
                     best = Choice(time, tile_idx, splits)

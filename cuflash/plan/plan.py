@@ -6,9 +6,11 @@ A `Build` follows from the traits of a problem and is remembered; the lengths ch
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE
+from ..problem.checks import BOUNDARY
 from ..problem.problem import Problem, Traits
 from ..settings import Settings
 from .cost import (
@@ -27,6 +29,7 @@ from .cost import (
 from .features import Macros, feature_macros
 from .partial import partial_of, partial_results, partial_traits
 from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
+from .tiles import PREPARING, round_up
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
@@ -82,21 +85,31 @@ class Build:
                 features,
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
+                self.spec.preparing.row(traits) if self.spec.preparing and tile.prepared else (0, 0),
             )
             for tile in self.tiles
         ]
         self._choices: dict[tuple[int | None, ...], Choice] = {}
+        self._preparing: Program | None = None
         self._programs: dict[tuple[Tile, bool], Program] = {}
 
-    def choose(self, lengths: Lengths) -> Choice:
-        """Tile and splits that take the least time; remembered."""
-        key = rounded(lengths)
+    def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
+        """Tile and splits that take the least time; remembered. No tile `prepares` where that can't be."""
+        rounded_lengths = rounded(lengths)
+        key = prepares, *rounded_lengths
         choice = self._choices.get(key)
         if choice is None:
             if len(self._choices) >= CACHE_SIZE:
                 self._choices.clear()
             multiprocessors = self._device.num_multiprocessors
-            choice = cheapest(self._paces, self._cost, Lengths(*key), self._traits.head_dim_v, multiprocessors)
+            choice = cheapest(
+                self._paces, self._cost, Lengths(*rounded_lengths), self._traits.head_dim_v, multiprocessors, prepares
+            )
+            if choice.time == float("inf"):
+                raise ValueError(
+                    f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
+                    f"launch, which takes a workspace and no more than {BATCH_AXES} leading axes"
+                )
             self._choices[key] = choice
         return choice
 
@@ -109,6 +122,25 @@ class Build:
             program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
             self._programs[tile, is_split] = program
         return program
+
+    def preparing(self) -> Program:
+        """What makes keys and values ready for tiles that want that; remembered."""
+        if self._preparing is None:
+            spec, traits = self.spec.preparing, self._traits
+            assert spec is not None, "else no tile wants that"
+            macros = *_array_macros(self.spec, traits), *_tile_macros(PREPARING), *spec.macros(traits)
+            self._preparing = Program(spec.name, macros, spec.shared_memory(traits))
+        return self._preparing
+
+
+class Preparation(NamedTuple):
+    """A launch that makes keys and values ready for all blocks of the one behind it."""
+
+    program: Program
+    num_blocks: int
+    offset_k: int
+    """Bytes of the workspace in front of what it makes of keys."""
+    offset_v: int
 
 
 class Plan(NamedTuple):
@@ -132,6 +164,7 @@ class Plan(NamedTuple):
     """Axis and length of those beyond four: one launch for each of their indices."""
     num_splits: int
     """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
+    preparation: Preparation | None
 
     @property
     def kernel(self) -> str:
@@ -139,7 +172,9 @@ class Plan(NamedTuple):
         return self.program.kernel
 
     def __str__(self) -> str:
-        splits = f" ({self.num_splits} splits, {self.workspace} bytes of workspace)" if self.num_splits > 1 else ""
+        beside = [f"{self.num_splits} splits"] if self.num_splits > 1 else []
+        beside += [f"{self.workspace} bytes of workspace"] if self.workspace else []
+        splits = f" ({', '.join(beside)})" if beside else ""
         return (
             f"{self.program.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
             f"{splits}, {self.program.shared_memory} bytes of shared memory"
@@ -167,23 +202,26 @@ def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Buil
     return builds
 
 
-def choose_build(builds: list[Build], lengths: Lengths) -> tuple[Build, Choice]:
+def choose_build(builds: list[Build], lengths: Lengths, prepares: bool) -> tuple[Build, Choice]:
     """Return the build that takes the least time, and what it chooses; of equal ones the first."""
-    chosen = builds[0], builds[0].choose(lengths)
+    chosen = builds[0], builds[0].choose(lengths, prepares)
     for build in builds[1:]:
-        choice = build.choose(lengths)
+        choice = build.choose(lengths, prepares)
         if choice.time < chosen[1].time:
             chosen = build, choice
     return chosen
 
 
-def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: int | None = None) -> Plan:
-    """Choose kernel, tile and splits (None: as many as help).
+def make_plan(
+    problem: Problem, device: Device, settings: Settings, num_splits: int | None = None, prepares: bool = True
+) -> Plan:
+    """Choose kernel, tile and splits (None: as many as help); `prepares`: whether a launch may prepare another.
 
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
     lengths = lengths_of(problem)
-    build, choice = choose_build(find_builds(problem.traits, device, settings), lengths)
+    prepares = prepares and not _walked_axes(problem, False)[0]
+    build, choice = choose_build(find_builds(problem.traits, device, settings), lengths, prepares)
     tile = build.tiles[choice.tile_idx]
     if num_splits is None:
         num_splits = choice.num_splits
@@ -197,11 +235,13 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
     num_batches = 1
     for _, length in batch_axes:
         num_batches *= length
+    workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
+    preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
         build.program(tile, is_split),
         tile,
         num_m_blocks * (problem.num_heads_q // packed_heads) * num_batches * num_splits,
-        num_splits * sum(partial_of(problem).strides) if is_split else 0,
+        workspace,
         num_batches,
         num_m_blocks,
         lengths.group_size,
@@ -210,7 +250,23 @@ def make_plan(problem: Problem, device: Device, settings: Settings, num_splits: 
         batch_axes,
         outer_axes,
         num_splits,
+        preparation,
     )
+
+
+def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> tuple[Preparation | None, int]:
+    """What makes keys and values ready behind other things in a workspace, and how long that is with it."""
+    num_planes = problem.num_heads_kv
+    if problem.traits.op != "attention_varlen":
+        num_planes *= prod(problem.batch)
+    if not tile.prepared or build.spec.preparing is None or not num_planes * problem.seqlen_k:
+        return None, workspace
+    row_k, row_v = build.spec.preparing.row(problem.traits)
+    offset_k = round_up(workspace, BOUNDARY)
+    offset_v = offset_k + num_planes * problem.seqlen_k * row_k
+    num_blocks = num_planes * -(-problem.seqlen_k // PREPARING.block_n) * (2 if row_v else 1)
+    end = offset_v + num_planes * problem.seqlen_k * row_v
+    return Preparation(build.preparing(), num_blocks, offset_k, offset_v), end
 
 
 def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
@@ -298,18 +354,27 @@ def _walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
     return merged[:split], merged[split:]
 
 
-def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Macros:
+def _array_macros(spec: KernelSpec, traits: Traits) -> Macros:
     return (
         ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
-        ("OUT_DTYPE", f"CUFLASH_{traits.out_dtype.upper()}"),
         ("HEAD_DIM", spec.head_dim_bucket(traits.head_dim)),
         ("HEAD_DIM_V", spec.head_dim_bucket(traits.head_dim_v)),
-        ("BLOCK_M", tile.block_m),
-        ("BLOCK_N", tile.block_n),
-        ("THREADS", tile.num_threads),
+        ("ALIGNMENT", traits.alignment),
+    )
+
+
+def _tile_macros(tile: Tile) -> Macros:
+    return ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n), ("THREADS", tile.num_threads)
+
+
+def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Macros:
+    return (
+        *_array_macros(spec, traits),
+        ("OUT_DTYPE", f"CUFLASH_{traits.out_dtype.upper()}"),
+        *_tile_macros(tile),
         ("STAGES", tile.stages),
         ("MIN_BLOCKS", spec.min_blocks(traits, tile, device)),
-        ("ALIGNMENT", traits.alignment),
         *feature_macros(traits, spec.caps_by_polynomial),
         *spec.macros(traits),
+        *((("PREPARED", 1),) if tile.prepared else ()),
     )

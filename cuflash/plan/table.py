@@ -21,6 +21,9 @@ from .tiles_float32 import (
     float32_cost,
     float32_macros,
     float32_min_blocks,
+    float32_prepared_row,
+    float32_preparing_macros,
+    float32_preparing_memory,
     float32_shared_memory,
     float32_tiles,
 )
@@ -40,6 +43,19 @@ from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wm
 
 CPU_KERNEL = "cpu"
 """Name of the NumPy back end where a kernel's name is asked for."""
+
+
+class Preparing(NamedTuple):
+    """A CUDA source that makes keys and values ready for another. Its blocks are as `PREPARING` of tiles.py."""
+
+    name: str
+    """Also the source `cuda_src/<name>.cu` and the entry point `cuflash_<name>`."""
+    row: Callable[[Traits], tuple[int, int]]
+    """Bytes that it makes of a row of k and of v."""
+    shared_memory: Callable[[Traits], int]
+    """Bytes per block."""
+    macros: Callable[[Traits], Macros]
+    """What it is compiled with beside dtype, features and alignment."""
 
 
 class KernelSpec(NamedTuple):
@@ -74,6 +90,8 @@ class KernelSpec(NamedTuple):
     """What else the kernel is compiled with."""
     caps_by_polynomial: bool = False
     """Whether small scores are capped by a polynomial, whose degree the kernel is compiled for."""
+    preparing: Preparing | None = None
+    """What makes keys and values ready for tiles that want that."""
     yields: bool = False
     """Whether a later row serves the call where the cost model expects less time of that: few queries, for one."""
     rounds_weights: bool = False
@@ -138,6 +156,7 @@ KERNELS = (
         min_blocks=float32_min_blocks,
         cost=float32_cost,
         macros=float32_macros,
+        preparing=Preparing("prepare_pairs", float32_prepared_row, float32_preparing_memory, float32_preparing_macros),
         yields=True,
         rounds_weights=True,
     ),

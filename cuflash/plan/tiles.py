@@ -42,9 +42,12 @@ class Tile(NamedTuple):
     num_threads: int
     stages: int = 1
     """Buffers for tiles of keys: with two, the next tile arrives while one is multiplied."""
+    prepared: bool = False
+    """Whether a launch before it makes ready all keys and values, in a workspace."""
 
     def __str__(self) -> str:
-        return f"{self.block_m}x{self.block_n}" + (f"x{self.stages}" if self.stages > 1 else "")
+        stages = f"x{self.stages}" if self.stages > 1 else ""
+        return f"{self.block_m}x{self.block_n}{stages}" + ("p" if self.prepared else "")
 
 
 def blocks_in_shared_memory(device: Device, size: int) -> int:
@@ -65,6 +68,10 @@ def occupying_first(tiles: list[Tile], blocks: Callable[[Tile], int]) -> list[Ti
     for tile in sorted(tiles, key=order):
         by_name.setdefault(str(tile), tile)
     return list(by_name.values())
+
+
+PREPARING = Tile(128, 32, 256)
+"""Keys that a block of a launch that makes them ready has, and its threads."""
 
 
 def round_up(value: int, multiple: int) -> int:

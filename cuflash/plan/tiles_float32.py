@@ -5,7 +5,15 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
+from .tiles import (
+    PREPARING,
+    TILE_KEYS_BYTES,
+    TILE_MAP_BYTES,
+    Device,
+    Tile,
+    blocks_in_shared_memory,
+    round_up,
+)
 
 
 def float32_bucket(head_dim: int) -> int:
@@ -18,9 +26,14 @@ def _warps_per_row(traits: Traits) -> int:
     return 1 if float32_bucket(traits.head_dim_v) <= 256 else 2
 
 
+def float32_preparing_macros(traits: Traits) -> Macros:
+    """What prepare_pairs.cu is told."""
+    return (("PRODUCTS", 1 if traits.precision == "tf32" else 3),)
+
+
 def float32_macros(traits: Traits) -> Macros:
     """What only some kernels are told."""
-    return ("WARPS_PER_ROW", _warps_per_row(traits)), ("PRODUCTS", 1 if traits.precision == "tf32" else 3)
+    return ("WARPS_PER_ROW", _warps_per_row(traits)), *float32_preparing_macros(traits)
 
 
 def _rows(num_rows: int, bucket: int) -> int:
@@ -28,21 +41,45 @@ def _rows(num_rows: int, bucket: int) -> int:
     return round_up(num_rows * (4 * bucket + 16 + 4), 16)
 
 
+def _prepared_row(traits: Traits, bucket: int) -> int:
+    """`prepared_bytes` of precise/prepared_rows.cuh."""
+    return (2 if traits.precision == "tf32" else 4) * bucket + 16
+
+
+def float32_prepared_row(traits: Traits) -> tuple[int, int]:
+    """Bytes that a row of k and of v takes in a workspace."""
+    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v)
+    return _prepared_row(traits, bucket), _prepared_row(traits, bucket_v) if bucket_v else 0
+
+
+def float32_preparing_memory(traits: Traits) -> int:
+    """Bytes of `SharedTiles` in prepare_pairs.cu."""
+    return _rows(PREPARING.block_n, max(map(float32_bucket, (traits.head_dim, traits.head_dim_v))))
+
+
 def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
-    size = _rows(tile.block_m, bucket) + _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
+    size = _rows(tile.block_m, bucket)
+    if tile.prepared:
+        size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16) + 16
+    else:
+        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v) + 16
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
     return round_up(size + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
 
 
-# Sixteen warps hide what they wait for, and make pairs once for 256 rows; with eight a thread has registers for more
-# keys at a time. TFLOP/s on an H200, 4096 keys: head_dim 64 256x32 64, 64x64 56; head_dim 128 128x64 74, 64x64 65.
-_NARROW = (
-    Tile(256, 64, 512), Tile(256, 32, 512), Tile(128, 64, 256), Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32),
-    Tile(16, 16, 32),
-)  # fmt: skip
+def _prepared(*tiles: Tile) -> tuple[Tile, ...]:
+    return tuple(tile._replace(prepared=True) for tile in tiles)
+
+
+# Where keys and values are prepared, blocks have nothing to share but their queries, and low ones drift apart: one
+# multiplies while another weighs. TFLOP/s on an H200, 4096 keys, head_dim 128: 64x64p 100, 128x64p 93, 128x64 67.
+_NARROW = Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32)
+_NARROW_PREPARED = _prepared(Tile(64, 64, 128), Tile(64, 32, 128))
+_WIDE_PREPARED = _prepared(Tile(128, 32, 256), Tile(64, 32, 128))
+_SHARED_PREPARED = _prepared(Tile(64, 16, 256), Tile(32, 16, 128))
 _WIDE = Tile(128, 32, 256), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 16, 32)
 _SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
 """Where two warps share their rows."""
@@ -51,7 +88,8 @@ _SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
 COST = Cost(
     product=1.81e-06,
     weight=9.56e-05,
-    load=6.93e-06,
+    load=3e-06,
+    prepare=1.6e-05,
     tile=0.299,
     latency=2.35,
     latency_load=0.000101,
@@ -62,33 +100,43 @@ COST = Cost(
     merge=5.87,
     merge_split=0.0743,
     merge_byte=3.31e-07,
+    preparation=3.0,
+    preparation_byte=5e-07,
 )
+COST_OF_TF32 = COST._replace(product=7e-07, preparation_byte=6e-07)
 
 
 def float32_cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
-    return COST
+    return COST_OF_TF32 if traits.precision == "tf32" else COST
 
 
 def float32_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
-    tiles = _SHARED if _warps_per_row(traits) > 1 else _NARROW if traits.head_dim_v <= 128 else _WIDE
+    tiles, prepared = (
+        (_SHARED, _SHARED_PREPARED)
+        if _warps_per_row(traits) > 1
+        else (_NARROW, _NARROW_PREPARED)
+        if traits.head_dim_v <= 128
+        else (_WIDE, _WIDE_PREPARED)
+    )
     return [
         tile
-        for tile in tiles
+        for tile in (*tiles, *prepared)
         if float32_shared_memory(traits, tile) <= device.shared_memory_per_block
         and _registers(traits, tile, device) <= min(255, 65536 // tile.num_threads)
     ]
 
 
 def _registers(traits: Traits, tile: Tile, device: Device) -> int:
-    """Registers that a thread takes, roughly: output, scores, options, and what is beside them.
+    """Registers that a thread takes, roughly: output, scores and sums, options, and what is beside them.
 
     Compilers for newer devices take some more, so that wide heads are left to another kernel there.
     """
     output = float32_bucket(traits.head_dim_v) // _warps_per_row(traits) * 5 // 8
+    scores = tile.block_n * 3 // 2 if tile.prepared else tile.block_n * 5 // 4
     options = 12 * (traits.num_arrays + traits.num_terms)
-    return output + tile.block_n + options + (38 if device.compute_capability <= 90 else 80)
+    return output + scores + options + (30 if device.compute_capability <= 90 else 80)
 
 
 def float32_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:

@@ -62,11 +62,12 @@ COST = Cost(
     merge_split=0.0807,
     merge_byte=1.42e-07,
 )
+COST_OF_TF32 = COST._replace(product=1.4e-06)
 
 
 def wmma_cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
-    return COST
+    return COST_OF_TF32 if traits.precision == "tf32" else COST
 
 
 def _wmma_registers(traits: Traits, tile: Tile) -> tuple[int, int]:

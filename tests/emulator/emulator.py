@@ -29,6 +29,7 @@ from cuflash.gpu.workspace import merge_of_splits
 from cuflash.plan.partial import partial_of
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
+from cuflash.plan.tiles import PREPARING
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from cuflash.problem.parts import Parts, describe_parts, result_operands
@@ -288,32 +289,58 @@ class Emulator:
             lse, spans["lse"] = _result(rows, traits.lse_dtype, strides.lse, lse)
         pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
+        # A poisoned workspace of exactly the plan's size.
+        memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
+        workspace = memory.ctypes.data + -memory.ctypes.data % 16
+        prepared: tuple[int, ...] = (0, 0)
+        if plan.preparation is not None and plan.num_blocks:
+            prepared = workspace + plan.preparation.offset_k, workspace + plan.preparation.offset_v
+            made = [(*prepared, "prepared k"), (prepared[1], workspace + plan.workspace, "prepared v")]
+            made = [found for found in made if found[0] < found[1]]
+            kernel = compile_kernel(plan.preparation.program, self.sources)
+            _, packed, _ = launch_parts(problem, plan)[0]
+            kernel.launch(
+                plan.preparation.num_blocks,
+                PREPARING.num_threads,
+                plan.preparation.program.shared_memory,
+                pack_pointers(*pointers, *prepared) + packed,
+                [*(found for found in ranges if not found[3]), *((*found, True) for found in made)],
+                self.seed,
+            )
+            ranges += [(*found, False) for found in made]
         if plan.num_splits > 1:
-            return self._run_split(problem, plan, pointers, ranges, out, lse)
-        self._launch(problem, plan, pointers, ranges)
+            return self._run_split(problem, plan, pointers, prepared, workspace, ranges, out, lse)
+        self._launch(problem, plan, [*pointers, *prepared], ranges)
         return out if lse is None else lse if out is None else (out, lse)
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
             kernel = compile_kernel(plan.program, self.sources)
             for grid, packed, offsets in launch_parts(problem, plan):
-                at = (
-                    pointers if offsets is None else [p + o if p else 0 for p, o in zip(pointers, offsets, strict=True)]
-                )
+                steps = (0,) * len(pointers) if offsets is None else (*offsets, 0, 0)
+                at = [p + step if p else 0 for p, step in zip(pointers, steps, strict=True)]
                 arguments = pack_pointers(*at) + packed
                 kernel.launch(grid[0], plan.tile.num_threads, plan.program.shared_memory, arguments, ranges, self.seed)
 
     def _run_split(
-        self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any], out: Any, lse: Any
+        self,
+        problem: Problem,
+        plan: Plan,
+        pointers: list[int],
+        prepared: tuple[int, ...],
+        begin: int,
+        ranges: list[Any],
+        out: Any,
+        lse: Any,
     ) -> Any:
-        """Write partial results into a poisoned workspace of exactly the plan's size, then merge them."""
-        memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
-        begin = memory.ctypes.data + -memory.ctypes.data % 16
-        end = begin + plan.workspace
-        between = begin + plan.num_splits * partial_of(problem).strides[0]
+        """Write partial results where a workspace begins, then merge them."""
+        between, end = (
+            begin + plan.num_splits * size
+            for size in (partial_of(problem).strides[0], sum(partial_of(problem).strides))
+        )
         inputs = [found for found in ranges if not found[3]]
         halves = [(begin, between, "partial out"), (between, end, "partial lse")][begin == between :]
-        at = [*pointers[:3], begin, between, *pointers[5:]]
+        at = [*pointers[:3], begin, between, *pointers[5:], *prepared]
         self._launch(problem, plan, at, [*inputs, *((*half, True) for half in halves)])
         merge = merge_of_splits(problem, plan.num_splits)
         kernel = compile_kernel(merge.program, self.sources)

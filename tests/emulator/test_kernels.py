@@ -118,6 +118,20 @@ def test_every_tile_of_forward_mma(name: str) -> None:
         assert_right(case, "float16", Emulator(spec.name, tile))
 
 
+@pytest.mark.share(2)
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+@pytest.mark.parametrize(
+    "name", ["everything", "packed-plain-True", "head_dim-80-160", "wide-causal", "lse-everything"]
+)
+def test_every_tile_of_precise_float32(name: str, precision: str) -> None:
+    """Those whose keys and values a launch prepares, and those that prepare them themselves."""
+    spec = Emulator("precise_float32").spec
+    case = CASES_BY_NAME[name]
+    case = case._replace(options={**case.options, "precision": precision})
+    for tile in spec.tiles(describe(case, "float32").traits, device_of(90)):
+        assert_right(case, "float32", Emulator(spec.name, str(tile)))
+
+
 @rows
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]

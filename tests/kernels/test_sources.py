@@ -167,14 +167,14 @@ def _check(name: str, resources: Resources) -> None:
     assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
 
 
-def _layout_checks(plan: Plan) -> str:
+def _layout_checks(program: Program) -> str:
     """For the compiler to confirm: the offset of each field that is packed, and the size that the table plans with."""
     offset, checks = 0, []
     for name, code in arguments.FIELDS:
         checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {offset}, "size");')
-    checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {plan.program.shared_memory}, "shared memory");')
+    checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
 
 
@@ -195,12 +195,18 @@ def test_compiles_without_spills_and_as_laid_out(
     plans = {name: plan for name, plan in plans.items() if share(f"{name} {capability}", 2)}
     assert plans
 
-    def compiled(plan: Plan) -> Resources:
-        return compile_offline(plan.program, f"sm_{capability}", _layout_checks(plan))
+    programs = {f"{spec.name} {name}": plan.program for name, plan in plans.items()}
+    for name, plan in plans.items():
+        preparation = plan.preparation
+        if preparation is not None and preparation.program not in programs.values():
+            programs[f"{preparation.program.kernel} {name}"] = preparation.program
+
+    def compiled(program: Program) -> Resources:
+        return compile_offline(program, f"sm_{capability}", _layout_checks(program))
 
     with ThreadPoolExecutor(2) as pool:
-        for name, resources in zip(plans, pool.map(compiled, plans.values()), strict=True):
-            _check(f"{spec.name} {name} sm_{capability}", resources)
+        for name, resources in zip(programs, pool.map(compiled, programs.values()), strict=True):
+            _check(f"{name} sm_{capability}", resources)
 
 
 def _halves_in_turn(plans: dict[str, Plan], turn: int) -> dict[str, Plan]:
@@ -273,7 +279,7 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    packed = arguments.pack_pointers(*range(1, 13)) + arguments.pack_values(problem, plan)
+    packed = arguments.pack_pointers(*range(1, 15)) + arguments.pack_values(problem, plan)
     assert len(packed) == struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS))
     fields, offset = {}, 0
     for name, code in arguments.FIELDS:
@@ -301,4 +307,5 @@ def test_each_source_compiles_with_its_defaults(source: str) -> None:
 
 
 def test_every_source_belongs_to_a_row() -> None:
-    assert {path.stem for path in source_folder().glob("*.cu")} == {spec.name for spec in KERNELS} | set(HELPERS)
+    names = {spec.name for spec in KERNELS} | {spec.preparing.name for spec in KERNELS if spec.preparing}
+    assert {path.stem for path in source_folder().glob("*.cu")} == names | set(HELPERS)

@@ -91,7 +91,7 @@ def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     assert walk_of(Lengths(1024, 1, 1, 1024, 0, None), Tile(64, 64, 128)) == Walk(16, 16, 1.0)
 
 
-PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS)
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0))
 
 
 @pytest.mark.parametrize(

@@ -133,35 +133,35 @@ CASES: list[tuple[str, Problem, int]] = [
 GOLDEN = """\
 float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
 bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
-float32 D=64, precise_float32, 256x32/512, grid 1024, 102944 B, batch 0:4, D 64/64, align 16, x1
+float32 D=64, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
 bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
-float32 D=128 causal, precise_float32, 128x64/256, grid 2048, 143648 B, batch 0:4, D 128/128, align 16, x1, 64 at once
+float32 D=128 causal, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x3, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
 bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
-float32 D=256, precise_float32, 128x32/256, grid 2048, 207904 B, batch 0:4, D 256/256, align 16, x1
+float32 D=256, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_float64, 64x16/256, grid 4096, 221856 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
-float32 D=512, precise_float32, 64x16/256, grid 4096, 210464 B, batch 0:4, D 512/512, align 16, x1
+float32 D=512, precise_float32, 64x16p/256, grid 4096, 210864 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512, precise_float64, 16x16/128, grid 16384, 207520 B, batch 0:4, D 512/512, align 16, x1
 float32 D=1, forward_points, 512x256/128, grid 512, 2240 B, batch 0:4, D 1/1, align 4, x4
 float32 D=16, forward_points, 512x256/128, grid 512, 33440 B, batch 0:4, D 16/16, align 16, x2
-float32 D=17, precise_float32, 256x64/512, grid 1024, 71456 B, batch 0:4, D 32/32, align 4, x1
-float32 D=33, precise_float32, 256x32/512, grid 1024, 102944 B, batch 0:4, D 64/64, align 4, x1
-float32 D=65, precise_float32, 128x64/256, grid 2048, 110880 B, batch 0:4, D 96/96, align 4, x1
-float32 D=80, precise_float32, 128x64/256, grid 2048, 110880 B, batch 0:4, D 96/96, align 16, x1
-float32 D=96, precise_float32, 128x64/256, grid 2048, 110880 B, batch 0:4, D 96/96, align 16, x1
-float32 D=192, precise_float32, 128x32/256, grid 2048, 207904 B, batch 0:4, D 256/256, align 16, x1
-float32 D=257, precise_float32, 64x16/256, grid 4096, 161312 B, batch 0:4, D 384/384, align 4, x1
+float32 D=17, precise_float32, 64x64p/128, grid 4096, 33840 B, batch 0:4, D 32/32, align 4, x3
+float32 D=33, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 4, x3
+float32 D=65, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 4, x2
+float32 D=80, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 16, x2
+float32 D=96, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 16, x2
+float32 D=192, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
+float32 D=257, precise_float32, 64x16p/256, grid 4096, 161712 B, batch 0:4, D 384/384, align 4, x1
 float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39072 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 80, precise_float32, 128x64/256, grid 2048, 143648 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 86, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 on 120, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 80, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x2
+float32 D=128 on 86, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x1
+float32 D=128 on 120, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x1
 float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
@@ -204,7 +204,7 @@ GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of
 GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
 MQA 7 rows, forward_mma, 64x64x2/128, grid 256, splits 8, 90848 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
 MHA, one query, forward_mma, 32x64x2/64, grid 256, 80480 B, batch 0:8, D 128/128, align 16, x2
-digits, precise_float32, 128x64/256, grid 95, splits 19, 69920 B, D 64/32, align 4, x2
+digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
@@ -476,7 +476,7 @@ def test_every_tile_and_kernel_can_be_chosen(name: str) -> None:
     [
         (Settings("cpu", "", False), "kernel 'cpu' cannot serve this call: it computes NumPy arrays"),
         (Settings("forward", "", False), "kernel is 'forward', expected one of .*forward_scalar, cpu"),
-        (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'precise_float32' has 256x32, "),
+        (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'precise_float32' has 64x64, "),
         (Settings("", "big", False), "tile 'big' cannot serve this call: kernel 'precise_float32' has "),
     ],
 )
@@ -673,8 +673,8 @@ def test_heads_of_a_group_share_a_tile_when_queries_are_few(group: int) -> None:
 
 
 def test_plan_is_plain_data_and_prints_as_one_line() -> None:
-    plan = make_plan(square("float32", 64), H200, AUTOMATIC)
-    assert hash(plan) == hash(make_plan(square("float32", 64), H200, AUTOMATIC))
+    plan = make_plan(square("float64", 64), H200, AUTOMATIC)
+    assert hash(plan) == hash(make_plan(square("float64", 64), H200, AUTOMATIC))
     tile = plan.tile
     assert str(plan) == (
         f"{plan.kernel} tile {tile.block_m}x{tile.block_n}, {tile.num_threads} threads, "
