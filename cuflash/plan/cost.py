@@ -95,7 +95,7 @@ def pace_of(
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
     """Time of the launch before it."""
     launch, key = pace.preparation
-    return launch + key * lengths.keys * (lengths.num_planes // max(lengths.group_size, 1))
+    return launch + key * lengths.all_keys * (lengths.num_planes // max(lengths.group_size, 1))
 
 
 class Lengths(NamedTuple):
@@ -113,6 +113,8 @@ class Lengths(NamedTuple):
     """Those of them that the first query does not see: each further query sees one more, until there are none left."""
     width: int | None
     """Keys that each query sees, where a window is closed on both sides."""
+    all_keys: int = 0
+    """Of a key head, whoever sees them: so many are made ready where keys are."""
 
 
 def lengths_of(problem: Problem) -> Lengths:
@@ -127,6 +129,7 @@ def lengths_of(problem: Problem) -> Lengths:
         # The host does not know where sequences begin.
         num_sequences = max(batch[0], 1)
         queries, keys, offset = queries // num_sequences, keys // num_sequences, None
+        all_keys = keys
     width, later_keys = None, 0
     if right is not None:
         if left is not None:
@@ -137,7 +140,7 @@ def lengths_of(problem: Problem) -> Lengths:
             later_keys = max(keys - first, 0)
     if left is not None and offset is not None:
         keys = min(keys, all_keys - offset + left)
-    return Lengths(queries, group_size, num_planes, max(keys, 0), later_keys, width)
+    return Lengths(queries, group_size, num_planes, max(keys, 0), later_keys, width, all_keys)
 
 
 def _round(length: int) -> int:
@@ -149,9 +152,9 @@ def _round(length: int) -> int:
 _ROUNDED = [_round(length) for length in range(1024)]
 
 
-def rounded(lengths: Lengths) -> tuple[int, int, int, int, int, int | None]:
+def rounded(lengths: Lengths) -> tuple[int, int, int, int, int, int | None, int]:
     """Round to steps that no choice notices, so that neighbouring lengths share theirs."""
-    queries, group_size, num_planes, keys, later_keys, width = lengths
+    queries, group_size, num_planes, keys, later_keys, width, all_keys = lengths
     return (
         _ROUNDED[queries] if queries < 1024 else queries + 63 & -64,
         group_size,
@@ -159,6 +162,7 @@ def rounded(lengths: Lengths) -> tuple[int, int, int, int, int, int | None]:
         _ROUNDED[keys] if keys < 1024 else keys + 63 & -64,
         _ROUNDED[later_keys] if later_keys < 1024 else later_keys + 63 & -64,
         width,
+        _ROUNDED[all_keys] if all_keys < 1024 else all_keys + 63 & -64,
     )
 
 
@@ -227,7 +231,7 @@ class Walk(NamedTuple):
 def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     """Count the tiles of a problem."""
     rows, block_n = tile.block_m, tile.block_n
-    queries, _, num_planes, keys, later_keys, width = lengths
+    queries, _, num_planes, keys, later_keys, width, _ = lengths
     packed_heads = heads_per_tile(lengths, rows)
     num_tiles = -(-queries * packed_heads // rows) * (num_planes // packed_heads)
     tile_queries = max(min(rows // packed_heads, queries), 1)

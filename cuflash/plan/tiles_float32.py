@@ -86,24 +86,41 @@ _SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
 
 
 COST = Cost(
-    product=1.81e-06,
-    weight=9.56e-05,
-    load=3e-06,
-    prepare=1.6e-05,
-    tile=0.299,
-    latency=2.35,
-    latency_load=0.000101,
-    copy=0.000178,
-    exposed_copy=0.0198,
-    block=2.21,
-    block_load=0.0272,
-    merge=5.87,
-    merge_split=0.0743,
-    merge_byte=3.31e-07,
-    preparation=3.0,
-    preparation_byte=5e-07,
+    product=4.7e-07,
+    weight=2.08e-06,
+    load=6.57e-05,
+    tile=0.354,
+    latency=1.64,
+    latency_load=4.38e-05,
+    copy=0.000478,
+    exposed_copy=0.0194,
+    block=8.5,
+    block_load=0.0328,
+    merge=4.47,
+    merge_split=0.0712,
+    merge_byte=1.69e-07,
+    prepare=0.0001,
+    preparation=3.27,
+    preparation_byte=4.19e-07,
 )
-COST_OF_TF32 = COST._replace(product=7e-07, preparation_byte=6e-07)
+COST_OF_TF32 = Cost(
+    product=1.98e-07,
+    weight=2.08e-06,
+    load=5.07e-05,
+    tile=0.234,
+    latency=1.32,
+    latency_load=2.66e-05,
+    copy=0.00362,
+    exposed_copy=0.0112,
+    block=7.76,
+    block_load=0.015,
+    merge=6.01,
+    merge_split=0.0746,
+    merge_byte=3.14e-07,
+    prepare=8.97e-05,
+    preparation=2.13,
+    preparation_byte=5.99e-07,
+)
 
 
 def float32_cost(traits: Traits) -> Cost:

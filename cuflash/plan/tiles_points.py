@@ -27,8 +27,8 @@ def points_shared_memory(traits: Traits, tile: Tile) -> int:
 # Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read
 # the same, so that four queries of a thread (two in double precision) share a reading. Then a pair takes 5.5
 # instructions in float32, of which the exponential's holds its unit for the time of 8, and 1.1 for each feature of key
-# and value; in double precision 20 and 1.1 of its own unit. Not measured yet: `python benchmarks/fit_cost.py measure`
-# does that. Tiles of few rows are for few queries: four and sixteen lanes share theirs.
+# and value; in double precision 20 and 1.1 of its own unit.
+# Tiles of few rows are for few queries: four and sixteen lanes share theirs.
 _POINTS_TILES = {
     4: (
         Tile(512, 256, 128), Tile(256, 256, 128), Tile(128, 256, 128), Tile(32, 512, 128), Tile(8, 512, 128),
@@ -39,21 +39,35 @@ _POINTS_TILES = {
 
 
 COST = Cost(
-    product=6e-06,
-    weight=3.5e-05,
-    load=2e-04,
-    tile=0.05,
-    latency=1.0,
-    latency_load=0.0001,
-    copy=0.01,
-    exposed_copy=0.01,
-    block=1.0,
-    block_load=0.08,
-    merge=6.8,
-    merge_split=0.058,
-    merge_byte=1.8e-07,
+    product=5.75e-06,
+    weight=3.3e-05,
+    load=0.000184,
+    tile=0.003,
+    latency=2.3,
+    latency_load=0.000683,
+    copy=0.0121,
+    exposed_copy=0.0118,
+    block=2.82,
+    block_load=0.255,
+    merge=5.76,
+    merge_split=0.137,
+    merge_byte=2.24e-08,
 )
-COST_OF_DOUBLES = COST._replace(product=1.1e-05, weight=2.2e-04, merge=7.7, merge_split=0.089, merge_byte=3.4e-07)
+COST_OF_DOUBLES = Cost(
+    product=9.33e-06,
+    weight=0.000191,
+    load=0.000105,
+    tile=0.00649,
+    latency=1.04,
+    latency_load=0.00221,
+    copy=0.0108,
+    exposed_copy=0.0106,
+    block=7.13,
+    block_load=0.201,
+    merge=8.61,
+    merge_split=0.146,
+    merge_byte=6.15e-08,
+)
 
 
 def points_cost(traits: Traits) -> Cost:

@@ -62,7 +62,21 @@ COST = Cost(
     merge_split=0.0807,
     merge_byte=1.42e-07,
 )
-COST_OF_TF32 = COST._replace(product=1.4e-06)
+COST_OF_TF32 = Cost(
+    product=2.38e-06,
+    weight=1.89e-06,
+    load=4.83e-05,
+    tile=0.0425,
+    latency=0.651,
+    latency_load=0.000154,
+    copy=5.09e-05,
+    exposed_copy=0.00478,
+    block=3.7,
+    block_load=0.0321,
+    merge=5.96,
+    merge_split=0.113,
+    merge_byte=6.51e-08,
+)
 
 
 def wmma_cost(traits: Traits) -> Cost:
