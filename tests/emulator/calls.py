@@ -257,6 +257,34 @@ def _ping_pong_copies(emulator: Emulator) -> None:
             assert _is_one(_pinned(emulator, "128x64x2").attention(q, k, v))
 
 
+def _prepared(emulator: Emulator) -> None:
+    """Rows that another launch has made ready: of heads and batches, behind the last one, and unfit ones."""
+    if emulator.spec.preparing is None:
+        return
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal(shape).astype("f") for shape in ((2, 4, 70, 40), (2, 2, 150, 40), (2, 2, 150, 40)))
+    k[0, 0, 3], k[0, 1, 70, ::2], v[1, 0, 90], v[1, 1, 149] = 0, 1e-30, 1e30, 1e-38
+    for tile in ("64x32p", "64x64p"):
+        out, lse = _pinned(emulator, tile).attention(q, k, v, causal=True, return_lse=True)
+        exact, exact_lse = reference.attention(q, k, v, causal=True)
+        sizes = np.abs(exact).max(-1, keepdims=True)
+        assert (np.abs(out - exact) <= 3e-6 * sizes).all()
+        np.testing.assert_allclose(lse, exact_lse, atol=3e-6)
+
+
+def _prepared_tokens(emulator: Emulator) -> None:
+    """Where packed sequences begin, also where all tokens of an array are one."""
+    if emulator.spec.preparing is None:
+        return
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((160, heads, 40)).astype("f") for heads in (4, 2, 2))
+    boundaries = np.array([0, 30, 30, 111, 150])
+    for keys, values in ((k, v), (np.broadcast_to(k[:1], k.shape), v), (k, np.broadcast_to(v[:1], v.shape))):
+        out = _pinned(emulator, "64x32p").attention_varlen(q, keys, values, boundaries, boundaries, causal=True)
+        exact, _ = reference.attention_varlen(q, keys, values, boundaries, boundaries, causal=True)
+        np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
 _CASES_BY_NAME = CASES_BY_NAME | {
     "broad": Case("broad", (70, 192), (150, 192), options={"causal": True}),
     "broad-window": Case("broad-window", (140, 160), (170, 160), options={"window": (10, 10)}),
@@ -323,6 +351,8 @@ CALLS: dict[str, Call] = {
     "hidden_for_long": _hidden_for_long,
     "packed_heads": _packed_heads,
     "ping_pong_copies": _ping_pong_copies,
+    "prepared": _prepared,
+    "prepared tokens": _prepared_tokens,
     "turns": turns,
     "steps_of_heads": steps_of_heads,
     "alibi": alibi,

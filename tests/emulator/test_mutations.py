@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cuflash.gpu.compile import source_folder
-from cuflash.plan.table import KERNELS
+from cuflash.plan.table import KERNELS, KernelSpec
 from emulator.calls import CALLS, Call
 from emulator.emulator import Emulator, choose_mutant, compiler, modified_sources, reached_mutants
 from emulator.mutants import Mutant, instrument
@@ -42,8 +42,13 @@ def included_by(file: str) -> frozenset[str]:
     return frozenset({file}.union(*(included_by(header) for header in headers if header in SOURCES)))
 
 
+def _sources_of(spec: KernelSpec) -> list[str]:
+    """Names of a row's own source and of the one that makes its keys and values ready."""
+    return [spec.name, *([spec.preparing.name] if spec.preparing else [])]
+
+
 def group_of(file: str) -> str:
-    users = [spec.name for spec in KERNELS if file in included_by(f"{spec.name}.cu")]
+    users = [spec.name for spec in KERNELS if any(file in included_by(f"{name}.cu") for name in _sources_of(spec))]
     return users[0] if len(users) == 1 else SHARED
 
 

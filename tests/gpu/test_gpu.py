@@ -149,8 +149,9 @@ def test_more_than_two_to_the_31_elements(dtype: Any) -> None:
     expected = cuflash.attention(q, few, few, window=(4, 0), causal=True)
     np.testing.assert_allclose(out.get(), expected.get(), rtol=2e-3, atol=1e-5)
     result = cuflash.attention(long, few, few)
-    np.testing.assert_array_equal(result[0, 0, -5:].get(), cuflash.attention(long[..., -5:, :], few, few)[0, 0].get())
-    np.testing.assert_array_equal(result[0, 0, :3].get(), cuflash.attention(long[..., :3, :], few, few)[0, 0].get())
+    for rows in (slice(-5, None), slice(3)):  # by a tile that fits so few: the last digit may be another one
+        expected = cuflash.attention(long[..., rows, :], few, few)
+        np.testing.assert_allclose(result[0, 0, rows].get(), expected[0, 0].get(), rtol=2e-3, atol=1e-6)
 
 
 def test_more_keys_than_two_to_the_31() -> None:
