@@ -5,7 +5,7 @@
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
 // that any of their rows sees, first to last, kBlockN at a time. K arrives during O += P V, V during S = Q K^T; behind
-// them what has arrived is turned into pairs where it lies.
+// them what has arrived is turned into pairs where it lies, unless prepare_pairs.cu has done so for all blocks.
 //
 // Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Where the output
 // is too wide for a thread's registers, kWarpsPerRow warps share their rows: each multiplies some of the features, and
@@ -22,10 +22,8 @@
 #include "precise/leading_keys.cuh"
 #include "precise/one_by_one.cuh"
 #include "precise/output.cuh"
-#include "precise/prepared_rows.cuh"
+#include "precise/products.cuh"
 #include "precise/scores.cuh"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mma.cuh"
 
 namespace cuflash {
 
@@ -59,9 +57,6 @@ struct SharedTiles {
 };
 
 constexpr unsigned int kAnyRow = 8;  // beside what is found in rows (precise/pairs.cuh)
-constexpr int kVotes = 15;           // number of the barrier that counts what threads have found
-
-__device__ __forceinline__ bool any_thread(bool predicate) { return barrier_any(kVotes, kThreads, predicate); }
 
 // Kinds of rows of K that are not to be multiplied with Q by pairs, all kinds if rows of Q themselves are not. A tiny
 // element, of which pairs lose digits, does no harm where no element of the other operand is tiny: there are larger
@@ -71,94 +66,10 @@ __device__ __forceinline__ unsigned int refused_kinds(unsigned int of_queries) {
     return any_thread(of_queries & kOutOfRange) ? ~0u : kOutOfRange | (tiny ? kHasZero : 0) | (zero ? kHasTiny : 0);
 }
 
-// Weights are multiplied by the scales of their rows of V, relative to one that is not below any of them.
-struct ValueScale {
-    static constexpr unsigned int kRange = 26;  // in bits: lower ones would cost weights their digits
-    static constexpr unsigned int kReserve = 2;
-    unsigned int exponent;  // 0: the rows of the tile are not to be multiplied by pairs
-
-    __device__ __forceinline__ bool by_pairs() const { return exponent != 0; }
-    __device__ __forceinline__ unsigned int least() const { return max(exponent, kLeastExponent + kRange) - kRange; }
-    // Finds another one for a tile with rows out of range, or tiny elements. Called by the whole block.
-    __device__ __forceinline__ void follow(const KeyRows<kBlockN, kHeadDimV>& v, unsigned int found) {
-        unsigned int smallest = ~0u, largest = kLeastExponent;
-#pragma unroll 1
-        for (int row = 0; row < kBlockN; ++row) {
-            const unsigned int of_row = __float_as_uint(v.scale(row)) >> 23;
-            if (of_row != 0) smallest = min(smallest, of_row), largest = max(largest, of_row);
-        }
-        exponent = largest + kReserve;
-        if (any_thread((found & kHasTiny) || smallest < least() || largest > kMostExponent)) exponent = 0;
-    }
-};
-
 // Keys of the tile from `n_begin` on.
 __device__ __forceinline__ int num_keys_of(const TileKeys& keys, long long n_begin) {
     // right either way: it only keeps the cast in range
     return static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
-}
-
-using Fragment = unsigned int[4];
-
-// first += A B of the firsts of pairs, second += the two products of a first and a second. A has 16 rows, B 8 columns.
-__device__ __forceinline__ void multiply_pairs(float (&first)[4], float (&second)[4], const Fragment (&a)[2],
-                                               const unsigned int (&b_first)[2], const unsigned int (&b_second)[2]) {
-    mma_m16n8k16<false>(first, a[0], b_first);
-    if constexpr (kProducts > 1) {
-        mma_m16n8k16<false>(second, a[0], b_second);
-        mma_m16n8k16<false>(second, a[1], b_first);
-    }
-}
-
-// scores = Q K^T, of the features that the warp sums over; so many keys at a time as there are registers for.
-__device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows, KeyRows<kBlockN, kHeadDim>& k_rows,
-                                            const Place& place, Scores& scores) {
-    constexpr int kNumSteps = (kSteps + kWarpsPerRow - 1) / kWarpsPerRow;
-    const SharedAddress q =
-        shared_address(q_rows.rows[place.group * kRowsPerWarp + place.lane % 16]) + place.lane / 16 * 16;
-    const SharedAddress k = shared_address(k_rows.rows[place.lane / 16 * 8 + place.lane % 8]) + place.lane / 8 % 2 * 16;
-    constexpr int kAtOnce = kPrepared || kKeyTiles < 4 ? kKeyTiles : 4;
-#pragma unroll
-    for (int first = 0; first < kKeyTiles; first += kAtOnce) {
-        float sums[2][kAtOnce][4] = {};
-#pragma unroll(kNumSteps <= 8 ? kNumSteps : 4)
-        for (int i = 0; i < kNumSteps; ++i) {
-            const int step = i * kWarpsPerRow + place.share;
-            // fence: nothing is fetched further ahead
-            if constexpr (!kPrepared || kProducts > 1)
-                __syncwarp();  // the compiler would fetch more than it has registers for
-            if (kSteps % kWarpsPerRow != 0 && step >= kSteps) continue;
-            Fragment queries[2];
-            ldmatrix_x4(queries[0], q + step * 32);
-            if constexpr (kProducts > 1) ldmatrix_x4(queries[1], q + q_rows.kSecond + step * 32);
-#pragma unroll
-            for (int n = 0; n < kAtOnce; n += 2) {
-                const SharedAddress keys = k + (first + n) * 8 * k_rows.kRowBytes + step * 32;
-                Fragment firsts, seconds = {};
-                ldmatrix_x4(firsts, keys);
-                if constexpr (kProducts > 1) ldmatrix_x4(seconds, keys + k_rows.kSecond);
-#pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    multiply_pairs(sums[0][n + e], sums[1][n + e], queries, {firsts[2 * e], firsts[2 * e + 1]},
-                                   {seconds[2 * e], seconds[2 * e + 1]});
-            }
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                scores[first + n][i] = sums[0][n][i];
-                if constexpr (kProducts > 1)
-                    scores[first + n][i] = multiply_add(sums[1][n][i], 1 / kPairStep, sums[0][n][i]);
-            }
-        }
-    }
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const float scale = q_rows.scale(place.tile_row(r));
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) at(scores, r, i) *= scale * (k_rows.scale(place.column(i)) * kUnscaled);
-    }
 }
 
 // Logits -> weights relative to the maxima of their rows. Returns whether a lane's weights in a row are those of a new
@@ -180,57 +91,6 @@ __device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& soft
         alone |= tile_sum == 1;
     }
     return grown && __any_sync(0xffffffffu, alone);
-}
-
-// O += P V, of the warp's features.
-__device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, const Place& place,
-                                           const ValueScale& scale, Scores& weights, Output& o) {
-    constexpr int kStepsV = kBlockN / 16, kAtOnce = kPrepared && kProducts == 1 ? 4 : 2;
-    Fragment p[kStepsV][2];
-    const float relative = __uint_as_float((254 + kPairBits - scale.exponent) << 23);
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-        float scales[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(place.column(2 * n + e)) * relative;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            pair_of(at(weights, r, 2 * n) * scales[0], at(weights, r, 2 * n + 1) * scales[1],
-                    p[n / 2][0][n % 2 * 2 + r], p[n / 2][1][n % 2 * 2 + r]);
-    }
-    const SharedAddress v =
-        shared_address(v_rows.rows[place.lane % 16]) + (place.share * kWarpFeaturesV + place.lane / 16 * 8) * 2;
-    const float unit = __uint_as_float(scale.exponent << 23) * kUnscaled, second_unit = unit / kPairStep;
-#pragma unroll
-    for (int f = 0; f < kFeatureTiles; f += kAtOnce) {
-        float sums[2][kAtOnce][4] = {};
-#pragma unroll
-        for (int step = 0; step < kStepsV; ++step) {
-            // fence: nothing is fetched further ahead
-            if constexpr (!kPrepared || kProducts > 1)
-                __syncwarp();  // the compiler would fetch more than it has registers for
-#pragma unroll
-            for (int g = 0; g < kAtOnce; g += 2) {
-                const SharedAddress values = v + step * 16 * v_rows.kRowBytes + (f + g) * 16;
-                Fragment firsts, seconds = {};
-                ldmatrix_x4_transposed(firsts, values);
-                if constexpr (kProducts > 1) ldmatrix_x4_transposed(seconds, values + v_rows.kSecond);
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    multiply_pairs(sums[0][g + i], sums[1][g + i], p[step], {firsts[2 * i], firsts[2 * i + 1]},
-                                   {seconds[2 * i], seconds[2 * i + 1]});
-            }
-        }
-#pragma unroll
-        for (int g = 0; g < kAtOnce; ++g) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& value = o[f + g][i];
-                if constexpr (kProducts > 1) value = multiply_add(sums[1][g][i], second_unit, value);
-                value = multiply_add(sums[0][g][i], unit, value);
-            }
-        }
-    }
 }
 
 // What a block has on its way into shared memory.

@@ -131,7 +131,9 @@ def attention(
         float16, bfloat16, float32 or float64; default the dtype of `out`, or of `q`.
     workspace : uint8 array, optional
         Scratch memory of at least as many bytes as ``explain(...)`` names, instead of an allocation per call. Calls
-        with few queries and many keys need it, whose keys are split over several blocks of the GPU.
+        with few queries and many keys need it, whose keys are split over several blocks of the GPU, and float32 with
+        many queries, whose keys and values are made ready for tensor cores once. While a CUDA graph is captured, new
+        results keep it alive; where `out` is given, the former need a workspace, the latter are then not made ready.
 
     Returns
     -------

@@ -20,7 +20,9 @@ def _check_kernel(name: str, kernel: str) -> None:
 
 def _check_tile(name: str, tile: str) -> None:
     if tile and not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){1,2}p?", tile):
-        raise ValueError(f"{name} is {tile!r}, expected rows x keys, such as '64x64' or '64x64x2' with two buffers")
+        raise ValueError(
+            f"{name} is {tile!r}, expected rows x keys, such as '64x64', '64x64x2' (two buffers), '64x64p' (prepared)"
+        )
 
 
 def check_environment() -> None:

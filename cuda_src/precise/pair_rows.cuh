@@ -137,18 +137,6 @@ struct PairRows {
         return {__uint_as_float(exponent << 23), has_least ? kHasZero | tiny_ones(chunks, factor) : 0};
     }
 
-    // Whether there are tiny elements that are not 0, those below a float's normal range among them.
-    static __device__ __forceinline__ unsigned int tiny_ones(const Vector16 (&chunks)[kChunks], float factor) {
-        bool tiny = false;
-#pragma unroll
-        for (const Vector16& chunk : chunks) {
-#pragma unroll
-            for (const float value : chunk.values)
-                tiny |= __float_as_uint(value) << 1 != 0 && absolute(value * factor) < kLeastScaled;
-        }
-        return tiny ? kHasTiny : 0;
-    }
-
     struct alignas(8) Words {
         unsigned int words[2];
     };

@@ -32,6 +32,19 @@ __device__ __forceinline__ unsigned int out_of_range(float scale, unsigned int l
     return exponent != 0 && (exponent < least || exponent > most) ? kOutOfRange : 0;
 }
 
+// Whether there are tiny elements that are not 0, those below a float's normal range among them.
+template <int kChunks>
+__device__ __forceinline__ unsigned int tiny_ones(const Vector16 (&chunks)[kChunks], float factor) {
+    bool tiny = false;
+#pragma unroll
+    for (const Vector16& chunk : chunks) {
+#pragma unroll
+        for (const float value : chunk.values)
+            tiny |= __float_as_uint(value) << 1 != 0 && absolute(value * factor) < kLeastScaled;
+    }
+    return tiny ? kHasTiny : 0;
+}
+
 // The pairs of two neighbouring elements, which are below 2^16.
 __device__ __forceinline__ void pair_of(float low, float high, unsigned int& first, unsigned int& second) {
     first = half2_bits_from_floats(low, high);

@@ -170,7 +170,7 @@ def test_options_in_a_suspended_generator() -> None:
     [
         ({"kernel": "fast"}, ValueError, f"kernel is 'fast', expected one of {', '.join(kernel_names())}"),
         *(
-            ({"tile": tile}, ValueError, f"tile is {tile!r}, expected rows x keys, such as '64x64' or '64x64x2'")
+            ({"tile": tile}, ValueError, f"tile is {tile!r}, expected rows x keys, such as '64x64', '64x64x2'")
             for tile in (
                 "banana",
                 "64",
@@ -260,7 +260,8 @@ def test_environment_reaches_calls(environment: dict[str, str], words: str) -> N
         ({"CUFLASH_KERNEL": "foo"}, f"CUFLASH_KERNEL is 'foo', expected one of {', '.join(kernel_names())}"),
         (
             {"CUFLASH_TILE": "banana"},
-            "CUFLASH_TILE is 'banana', expected rows x keys, such as '64x64' or '64x64x2' with two buffers",
+            "CUFLASH_TILE is 'banana', expected rows x keys, such as '64x64', '64x64x2' (two buffers), "
+            "'64x64p' (prepared)",
         ),
         ({"CUFLASH_LOG": "yes"}, "CUFLASH_LOG is 'yes', expected '0' or '1'"),
         ({"CUFLASH_NUM_THREADS": "many"}, "CUFLASH_NUM_THREADS is 'many', expected a positive int"),
