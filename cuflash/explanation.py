@@ -57,6 +57,8 @@ def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
     splits = ""
     if found.plan and found.plan.num_splits > 1:
         splits = f": {found.plan.num_splits} splits of the keys for each tile, merged by a second kernel"
+    if found.plan and found.plan.preparation:
+        splits += f"; keys and values are made ready by {found.plan.preparation.program.kernel}, once"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"
     if found.registers is not None:
         registers = f"{found.registers} per thread, {found.spill_bytes} bytes spilled"

@@ -132,9 +132,15 @@ class Launch:
     def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
         """Make keys and values ready in a workspace, or write partial results into it, and merge them; or both."""
         cupy, allocates_out, allocates_lse, size = self._cupy, out is None, lse is None, self.plan.workspace
-        given = lse if self._out is None else out
-        if self._preparing is not None and workspace is None and given is not None and is_capturing(cupy):
-            return self._without_preparation().run(pointers, out, lse)
+        if self._preparing is not None and workspace is None:
+            # Without memory, or what keeps it alive as long as a captured graph, blocks prepare for themselves.
+            if not is_capturing(cupy):
+                try:
+                    workspace = cupy.empty(size, np.uint8)
+                except cupy.cuda.memory.OutOfMemoryError:
+                    return self._without_preparation().run(pointers, out, lse)
+            elif (lse if self._out is None else out) is not None:
+                return self._without_preparation().run(pointers, out, lse)
         if self._out is not None:
             out, workspace, address = allocate_with_workspace(cupy, self._out, out, size, workspace)
             if allocates_lse and self._lse is not None:

@@ -259,7 +259,7 @@ def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> 
     num_planes = problem.num_heads_kv
     if problem.traits.op != "attention_varlen":
         num_planes *= prod(problem.batch)
-    if not tile.prepared or build.spec.preparing is None or not num_planes * problem.seqlen_k:
+    if not tile.prepared or build.spec.preparing is None or not num_planes * problem.seqlen_k * problem.seqlen_q:
         return None, workspace
     row_k, row_v = build.spec.preparing.row(problem.traits)
     offset_k = round_up(workspace, BOUNDARY)

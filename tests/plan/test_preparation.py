@@ -98,6 +98,44 @@ def test_there_are_prepared_tiles_for_every_width_that_is_served() -> None:
         assert any(tile.prepared for tile in tiles), (capability, head_dim)
 
 
+def test_nothing_is_prepared_for_no_rows() -> None:
+    for shapes in (((2, 0, 64), (2, 70, 64)), ((2, 70, 64), (2, 0, 64)), ((0, 70, 64), (0, 70, 64))):
+        problem = dense(*(gpu(shape, "float32") for shape in shapes))
+        plan = make_plan(problem, H200, Settings("precise_float32", "64x64p", False))
+        assert plan.preparation is None and plan.workspace == 0
+
+
+def test_without_memory_blocks_prepare_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    cupy = pytest.importorskip("cupy", reason="launches need CuPy")
+    launched: list[str] = []
+
+    def kernel_function(program: Any, device_id: int) -> Any:
+        return lambda *arguments: launched.append(dict(program.macros).get("PREPARED", program.kernel))
+
+    def empty(size: int, dtype: Any) -> Any:
+        raise cupy.cuda.memory.OutOfMemoryError(size, 0)
+
+    for module in (launch, workspace):
+        monkeypatch.setattr(module, "kernel_function", kernel_function)
+    monkeypatch.setattr(launch, "device_info", lambda device_id: H200)
+    monkeypatch.setattr(launch, "is_capturing", lambda cupy: False)
+    monkeypatch.setattr(cupy, "empty", empty)
+    monkeypatch.setattr(launch.Launch, "run", _on_device(launch.Launch.run))
+    problem = square("float32", 64)
+    call, out = launch.Launch(problem, _plan(problem), 0), object()
+    assert call.run([1] * 12, out, None) is out and launched == ["precise_float32"]
+
+
+def _on_device(run: Any) -> Any:
+    """`Launch.run`, where no driver says which device is the current one."""
+
+    def wrapped(call: Any, *arguments: Any) -> Any:
+        call._get_device = lambda: call.device_id
+        return run(call, *arguments)
+
+    return wrapped
+
+
 def test_it_is_launched_first_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = pytest.importorskip("cupy", reason="launches need CuPy")
     launched: list[tuple[str, tuple[int, ...], list[int], bytes]] = []
