@@ -19,8 +19,16 @@ import cupy
 from cases import CASES, DTYPES, TF32_CASES
 
 import cuflash
-from cuflash.plan.table import KERNELS
-from cuflash.testing import make_data, run
+from cuflash.gpu.launch import device_info
+from cuflash.plan.table import KERNELS, KernelSpec
+from cuflash.testing import Case, describe, make_data, run
+
+
+def prepared_tiles(spec: KernelSpec, case: Case, dtype: str) -> list[str]:
+    """A tile whose keys and values are prepared, which so small a case would not take by itself."""
+    if spec.preparing is None or dtype not in spec.dtypes:
+        return []
+    return [str(tile) for tile in spec.tiles(describe(case, dtype).traits, device_info(0)) if tile.prepared][:1]
 
 
 def main() -> int:
@@ -36,14 +44,15 @@ def main() -> int:
     for spec, (case, dtype) in product(KERNELS, calls):
         if arguments.kernel not in (None, spec.name) or (wanted and not any(part in case.name for part in wanted)):
             continue
-        with cuflash.options(kernel=spec.name):
-            print(f"{spec.name} {case.name} {dtype}", flush=True)  # so that what the tool finds has a name
-            try:
-                run(case, make_data(case, dtype), cupy)
-                count += 1
-            except ValueError as error:
-                if "cannot serve this call" not in str(error):
-                    raise
+        for tile in ("", *prepared_tiles(spec, case, dtype)):
+            with cuflash.options(kernel=spec.name, tile=tile or None):
+                print(f"{spec.name} {case.name} {dtype} {tile}", flush=True)  # so that what the tool finds has a name
+                try:
+                    run(case, make_data(case, dtype), cupy)
+                    count += 1
+                except ValueError as error:
+                    if "cannot serve this call" not in str(error):
+                        raise
     print(f"ran {count} cases")
     return 0
 
