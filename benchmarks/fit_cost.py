@@ -327,8 +327,7 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
         features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
         for (tile, splits, time), (*_, called) in zip(one.times, one.called, strict=True):
             walk, max_blocks = walk_of(one.lengths, tile), spec.min_blocks(traits, tile, device)
-            row = spec.preparing.row(traits) if spec.preparing else (0, 0)
-            kind = tile, features, max_blocks, 1, row
+            kind = tile, features, max_blocks, 1, spec.prepared_row(traits)
             rows.append((index, kind, walk, splits, one.lengths, traits.head_dim_v, called, time))
     place = np.array([row[0] for row in rows])
     measured = np.array([row[-1] for row in rows])

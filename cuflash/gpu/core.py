@@ -16,14 +16,20 @@ CORE_HEAD_DIMS = (64, 128)
 
 
 def core_programs(device: Device) -> list[Program]:
-    """Programs of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size."""
+    """Programs of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size.
+
+    Also what makes keys and values ready for them.
+    """
     programs = []
     for dtype in FLOAT_NAMES:
         for head_dim in CORE_HEAD_DIMS:
             shape = (4, 16, 1024, head_dim)
             x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
             problem, _ = describe_attention(x, x, x)
-            programs.append(make_plan(problem, device, AUTOMATIC).program)
+            plan = make_plan(problem, device, AUTOMATIC)
+            programs.append(plan.program)
+            if plan.preparation is not None:
+                programs.append(plan.preparation.program)
     return programs
 
 

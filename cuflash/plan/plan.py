@@ -85,7 +85,7 @@ class Build:
                 features,
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
-                self.spec.preparing.row(traits) if self.spec.preparing and tile.prepared else (0, 0),
+                self.spec.prepared_row(traits),
             )
             for tile in self.tiles
         ]
@@ -259,9 +259,9 @@ def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> 
     num_planes = problem.num_heads_kv
     if problem.traits.op != "attention_varlen":
         num_planes *= prod(problem.batch)
-    if not tile.prepared or build.spec.preparing is None or not num_planes * problem.seqlen_k * problem.seqlen_q:
+    if not tile.prepared or not num_planes * problem.seqlen_k * problem.seqlen_q:
         return None, workspace
-    row_k, row_v = build.spec.preparing.row(problem.traits)
+    row_k, row_v = build.spec.prepared_row(problem.traits)
     offset_k = round_up(workspace, BOUNDARY)
     offset_v = offset_k + num_planes * problem.seqlen_k * row_k
     num_blocks = num_planes * -(-problem.seqlen_k // PREPARING.block_n) * (2 if row_v else 1)

@@ -97,6 +97,10 @@ class KernelSpec(NamedTuple):
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
+    def prepared_row(self, traits: Traits) -> tuple[int, int]:
+        """Bytes that are made ready of a row of k and of v, for tiles that want that."""
+        return self.preparing.row(traits) if self.preparing else (0, 0)
+
     def refusal(self, traits: Traits, device: Device) -> str | None:
         """Return None if the kernel serves such problems on the device, else the reason as a sentence."""
         if traits.op not in self.operations:

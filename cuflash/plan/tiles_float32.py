@@ -75,13 +75,18 @@ def _prepared(*tiles: Tile) -> tuple[Tile, ...]:
 
 
 # Where keys and values are prepared, blocks have nothing to share but their queries, and low ones drift apart: one
-# multiplies while another weighs. TFLOP/s on an H200, 4096 keys, head_dim 128: 64x64p 100, 128x64p 93, 128x64 67.
-_NARROW = Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32)
-_NARROW_PREPARED = _prepared(Tile(64, 64, 128), Tile(64, 32, 128))
-_WIDE_PREPARED = _prepared(Tile(128, 32, 256), Tile(64, 32, 128))
-_SHARED_PREPARED = _prepared(Tile(64, 16, 256), Tile(32, 16, 128))
-_WIDE = Tile(128, 32, 256), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 16, 32)
-_SHARED = Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64)
+# multiplies while another weighs. TFLOP/s on an H200, 4096 keys, head_dim 128: 64x64p 98, as 128x64p 93.
+_NARROW = (
+    Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
+    *_prepared(Tile(64, 64, 128), Tile(64, 32, 128)),
+)  # fmt: skip
+_WIDE = (
+    Tile(128, 32, 256), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 16, 32),
+    *_prepared(Tile(128, 32, 256), Tile(64, 32, 128)),
+)  # fmt: skip
+_SHARED = (
+    Tile(64, 16, 256), Tile(32, 16, 128), Tile(16, 16, 64), *_prepared(Tile(64, 16, 256), Tile(32, 16, 128)),
+)  # fmt: skip
 """Where two warps share their rows."""
 
 
@@ -130,16 +135,10 @@ def float32_cost(traits: Traits) -> Cost:
 
 def float32_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
-    tiles, prepared = (
-        (_SHARED, _SHARED_PREPARED)
-        if _warps_per_row(traits) > 1
-        else (_NARROW, _NARROW_PREPARED)
-        if traits.head_dim_v <= 128
-        else (_WIDE, _WIDE_PREPARED)
-    )
+    tiles = _SHARED if _warps_per_row(traits) > 1 else _NARROW if traits.head_dim_v <= 128 else _WIDE
     return [
         tile
-        for tile in (*tiles, *prepared)
+        for tile in tiles
         if float32_shared_memory(traits, tile) <= device.shared_memory_per_block
         and _registers(traits, tile, device) <= min(255, 65536 // tile.num_threads)
     ]

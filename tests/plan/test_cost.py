@@ -166,7 +166,8 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
-        assert np.mean(values) <= 0.04 and max(values) <= 0.45, name
+        worst = {"precise_float32": 0.45, "forward_points": 0.3}.get(name, 0.25)
+        assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 
 def test_float32_goes_to_the_kernel_that_takes_less() -> None:
