@@ -310,7 +310,7 @@ def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: An
             given = out_dtype is not None
             expected = f"{out_name} as out_dtype says" if given else "float16, bfloat16, float32 or float64"
             raise TypeError(f"out has dtype {info.dtype}, expected {expected}")
-        _check_result("out", info, out_shape, list(infos.items()))
+        check_result("out", info, out_shape, list(infos.items()))
         infos["out"] = info
     if lse is not None:
         check_lse(infos, "lse", lse, out_shape[:-1])
@@ -323,11 +323,12 @@ def check_lse(infos: dict[str, ArrayInfo], name: str, lse: Any, shape: tuple[int
     expected = "float64" if dtype == "float64" else "float32"
     if info.dtype != expected:
         raise TypeError(f"{name} has dtype {info.dtype}, expected {expected} (q has {dtype})")
-    _check_result(name, info, shape, list(infos.items()))
+    check_result(name, info, shape, list(infos.items()))
     infos[name] = info
 
 
-def _check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:
+def check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Sequence[tuple[str, ArrayInfo]]) -> None:
+    """Check that an array can be written, apart from the others of a call, which are named as the call names them."""
     if info.shape != shape:
         raise ValueError(f"{name} has shape {info.shape}, expected {shape}")
     same_device(name, info, *others[0])
@@ -355,7 +356,7 @@ def check_workspace(infos: dict[str, ArrayInfo], workspace: Any) -> None:
         raise TypeError(
             f"workspace has dtype {info.dtype} and shape {info.shape}, expected a contiguous 1-D uint8 array"
         )
-    _check_result("workspace", info, info.shape, list(infos.items()))
+    check_result("workspace", info, info.shape, list(infos.items()))
     infos["workspace"] = info
 
 
@@ -367,7 +368,7 @@ def workspace_size(pointer: int, size: int) -> int:
 def check_cu_seqlens(infos: dict[str, ArrayInfo], cu_seqlens: tuple[Any, Any], totals: tuple[int, int]) -> int:
     """Check the boundaries of packed queries and keys, of which there are `totals`; return how many boundaries."""
     for tokens, x, total in zip("qk", cu_seqlens, totals, strict=True):
-        _check_boundaries(infos, f"cu_seqlens_{tokens}", x, total, tokens)
+        check_boundaries(infos, f"cu_seqlens_{tokens}", x, total, tokens)
     num_boundaries = infos["cu_seqlens_q"].shape[0]
     if infos["cu_seqlens_k"].shape[0] != num_boundaries:
         raise ValueError(
@@ -377,7 +378,8 @@ def check_cu_seqlens(infos: dict[str, ArrayInfo], cu_seqlens: tuple[Any, Any], t
     return num_boundaries
 
 
-def _check_boundaries(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:
+def check_boundaries(infos: dict[str, ArrayInfo], name: str, x: Any, total: int, tokens: str) -> None:
+    """Check where packed sequences begin and end, with `total` tokens in the array `tokens`; enter it in `infos`."""
     info = inspect(name, x)
     if info.dtype not in INTEGER_NAMES:
         raise TypeError(f"{name} has dtype {info.dtype}, expected an integer dtype")

@@ -118,6 +118,15 @@ if TYPE_CHECKING:
         out: AnyArray | None
         out_dtype: FloatDtype | None
 
+    class GatedOptions(TypedDict, total=False):
+        """What `chunk_gated_delta_rule` takes, but for the choice of results."""
+
+        scale: Real | None
+        initial_state: AnyArray | None
+        cu_seqlens: AnyArray | None
+        chunk_size: SupportsIndex
+        out: AnyArray | None
+
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
