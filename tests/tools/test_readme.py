@@ -57,7 +57,18 @@ def test_says_early_what_it_does_not_do_and_can_be_read_in_five_minutes() -> Non
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "attention_lse", "attention_varlen", "explain", "merge_attention_states", "options"]
+    "name",
+    [
+        "attention",
+        "attention_lse",
+        "attention_varlen",
+        "chunk_gated_delta_rule",
+        "chunk_gated_output",
+        "explain",
+        "merge_attention_states",
+        "options",
+        "recurrent_gated_delta_rule",
+    ],
 )
 def test_examples_of_docstrings_run(name: str) -> None:
     (example,) = doctest.DocTestFinder(recurse=False).find(getattr(cuflash, name), name, globs={})

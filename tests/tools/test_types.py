@@ -28,7 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import attention, attention_lse, attention_varlen, explain, merge_attention_states, options, warmup
+from cuflash import (
+    attention, attention_lse, attention_varlen, chunk_gated_delta_rule, chunk_gated_output, explain,
+    merge_attention_states, options, recurrent_gated_delta_rule, warmup,
+)
 
 Array = NDArray[np.float32]
 
@@ -111,6 +114,21 @@ def merged(q: Array) -> Array:
     return joined
 
 
+def gated(x: Array, g: Array, boundaries: NDArray[np.int64], final: bool) -> Array:
+    o: Array = chunk_gated_delta_rule(x, x, x, g, -g, scale=0.5, chunk_size=32)
+    o, state = chunk_gated_delta_rule(x, x, x, g, -g, output_final_state=True, out=o)
+    o = recurrent_gated_delta_rule(x, x, x, g, -g, state, scale=np.float32(2))
+    o += chunk_gated_output(x[0], x[0], x[0], state, g[0], boundaries, chunk_size=np.int64(16))
+    either = chunk_gated_delta_rule(x[:1], x[:1], x[:1], g[:1], g[:1], cu_seqlens=boundaries, output_final_state=final)
+    return either[0] if isinstance(either, tuple) else o + 1
+
+
+def gated_on_a_gpu(x: Tensor) -> Any:
+    o, state = chunk_gated_delta_rule(x, x, x, x, x, initial_state=x, output_final_state=True)
+    o = recurrent_gated_delta_rule(x, x, x, x, x, state, out=o)
+    return chunk_gated_output(x, x, x, state, x, x).get() + chunk_gated_delta_rule(x, x, x, x, x).get()
+
+
 def untyped(rng: np.random.Generator) -> float:
     q, k, v = rng.standard_normal((3, 8, 100, 64), dtype=np.float32)
     out = attention(q, k, v, causal=True)
@@ -177,6 +195,13 @@ def wrong(x: Array, n: NDArray[np.int32], g: Tensor, untyped: Any) -> None:
     attention_lse(x, x, return_lse=True)  # error
     attention_lse(x, x, causal="left")  # error
     lse: Array = attention_lse(x, x, out=[1.0])  # error
+    chunk_gated_delta_rule(x, x, x, x)  # error
+    chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True).sum()  # error
+    chunk_gated_delta_rule(g, g, g, g, g, output_final_state=True).sum()  # error
+    chunk_gated_delta_rule(x, x, x, x, x, chunk_size=64.0)  # error
+    chunk_gated_delta_rule(x, x, x, x, x, state=x)  # error
+    chunk_gated_output(x, x, x, x, x)  # error
+    recurrent_gated_delta_rule(x, x, x, x, x, [1.0])  # error
 """
 
 
@@ -237,13 +262,23 @@ def test_good_programs_run() -> None:
     assert names["packed"](x, np.array([0, 3, 8], np.int32)).shape == x.shape
     assert names["merged"](x).shape == x.shape
     assert names["alone"](x, q) > 0
+    tokens = rng.standard_normal((2, 5, 1, 4), dtype=np.float32) / 8
+    assert names["gated"](tokens, -np.ones((2, 5, 1), np.float32), np.array([0, 3, 5]), True).shape == (1, 5, 1, 4)
     assert names["untyped"](rng) >= 0
     assert names["chosen"](x) == "cpu"
 
 
 @pytest.mark.parametrize(
     "function",
-    [cuflash.attention, cuflash.attention_lse, cuflash.attention_varlen, cuflash.merge_attention_states],
+    [
+        cuflash.attention,
+        cuflash.attention_lse,
+        cuflash.attention_varlen,
+        cuflash.chunk_gated_delta_rule,
+        cuflash.chunk_gated_output,
+        cuflash.merge_attention_states,
+        cuflash.recurrent_gated_delta_rule,
+    ],
     ids=lambda f: f.__name__,
 )
 def test_hints_can_be_read_at_run_time(function: typing.Any) -> None:
