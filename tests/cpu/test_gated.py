@@ -512,6 +512,13 @@ def test_output_of_dtypes(state_dtype: Any, gate_dtype: Any) -> None:
         _check_output(arrays)
 
 
+def test_output_of_gates_in_float64_that_have_decayed_far() -> None:
+    arrays = _draw_output([0, 40, 75], np.float32)
+    gates = arrays["log_g_cumsum"].astype(np.float64)
+    gates[5:40] -= 3000.1
+    _check_output(arrays | {"log_g_cumsum": gates})
+
+
 def test_output_where_gates_are_lost() -> None:
     """Where two cumulated gates are -inf, nothing has decayed between them."""
     arrays = _draw_output([0, 40, 75], np.float32)
