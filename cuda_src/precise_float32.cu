@@ -137,9 +137,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     LeadingKeys leading;
     Output o = {};
     OutputTotal total;
-    unsigned int found = 0;
-    unsigned int refused = 0;
-    ValueScale value_scale = {0};
+    volatile unsigned int found = 0, refused = 0;  // in memory, as registers are scarce
+    ValueScale value_scale = {};
     const RowsLookedUp rows = {shared.rows, shared.logits};
     if (keys.any.begin < keys.any.end) {
         copies.load_k(keys.any.begin);
@@ -150,8 +149,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
 #pragma unroll 1
-    for (int i = 0; keys.any.begin + static_cast<long long>(i) * kBlockN < keys.any.end; ++i) {
-        const long long n_begin = keys.any.begin + static_cast<long long>(i) * kBlockN;
+    for (long long n_begin = keys.any.begin; n_begin < keys.any.end; n_begin += kBlockN) {
         // Worked out again for each step, as registers are scarce.
         const auto place = [] { return Place(thread_index_again()); };
         const bool sees = any_row_sees(rows, keys, n_begin, place());
@@ -178,7 +176,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             leads = weigh(scores, softmax, o);
         }
         if constexpr (kHasValues) {
-            found = shared.v.arrive(params.head_dim_v, value_scale.least(), value_scale.exponent) & ~kHasZero;
+            found = shared.v.arrive(params.head_dim_v, value_scale.least(), value_scale.exponent()) & ~kHasZero;
             // Pairs of V are there, and K has been multiplied.
             if (any_thread(found)) value_scale.follow(shared.v, found);
             if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
@@ -189,7 +187,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             else if (sees)
                 accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
                                       total);
-            if ((i + 1) % kTilesPerSum == 0) total.take(o, softmax);
+            if (static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0) total.take(o, softmax);
         }
         if (n_next < keys.any.end) found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }

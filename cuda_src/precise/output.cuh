@@ -90,7 +90,7 @@ struct Quotients {
     __device__ __forceinline__ explicit Quotients(Accumulator divisor) : divisor(divisor), reciprocal(1 / divisor) {}
     __device__ __forceinline__ Accumulator of(Accumulator value) const {
         const Accumulator near = multiply_subnormal(value, reciprocal);
-        const Accumulator rest = multiply_add_subnormal(-near, divisor, value);
+        const Accumulator rest = multiply_add_subnormal(near, -divisor, value);  // -near would lose what is subnormal
         return absolute(near) <= largest_finite() ? multiply_add_subnormal(rest, reciprocal, near) : near;
     }
 };

@@ -1,37 +1,11 @@
 // Both products of a tile, of rows of pairs: S = Q K^T, and O += P V.
 #pragma once
 
-#include "precise/prepared_rows.cuh"
-#include "ptx/barrier.cuh"
+#include "precise/value_scale.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/mma.cuh"
 
 namespace cuflash {
-
-constexpr int kVotes = 15;  // number of the barrier that counts what threads have found
-
-__device__ __forceinline__ bool any_thread(bool predicate) { return barrier_any(kVotes, kThreads, predicate); }
-
-// Weights are multiplied by the scales of their rows of V, relative to one that is not below any of them.
-struct ValueScale {
-    static constexpr unsigned int kRange = 26;  // in bits: lower ones would cost weights their digits
-    static constexpr unsigned int kReserve = 2;
-    unsigned int exponent;  // 0: the rows of the tile are not to be multiplied by pairs
-
-    __device__ __forceinline__ bool by_pairs() const { return exponent != 0; }
-    __device__ __forceinline__ unsigned int least() const { return max(exponent, kLeastExponent + kRange) - kRange; }
-    // Finds another one for a tile with rows out of range, or tiny elements. Called by the whole block.
-    __device__ __forceinline__ void follow(const KeyRows<kBlockN, kHeadDimV>& v, unsigned int found) {
-        unsigned int smallest = ~0u, largest = kLeastExponent;
-#pragma unroll 1
-        for (int row = 0; row < kBlockN; ++row) {
-            const unsigned int of_row = __float_as_uint(v.scale(row)) >> 23;
-            if (of_row != 0) smallest = min(smallest, of_row), largest = max(largest, of_row);
-        }
-        exponent = largest + kReserve;
-        if (any_thread((found & kHasTiny) || smallest < least() || largest > kMostExponent)) exponent = 0;
-    }
-};
 
 using Fragment = unsigned int[4];
 
@@ -56,7 +30,7 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
 #pragma unroll
     for (int first = 0; first < kKeyTiles; first += kAtOnce) {
         float sums[2][kAtOnce][4] = {};
-#pragma unroll(kNumSteps <= 8 ? kNumSteps : 4)
+#pragma unroll(kNumSteps <= 8 ? kNumSteps : 2)
         for (int i = 0; i < kNumSteps; ++i) {
             const int step = i * kWarpsPerRow + place.share;
             // fence: nothing is fetched further ahead
@@ -96,52 +70,59 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
     }
 }
 
-// O += P V, of the warp's features.
+// O += P V, of the warp's features. Tensor cores truncate what they add to their sums, the more the larger those are: a
+// sum is over 32 keys at most, unless fewer digits are wanted.
 __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, const Place& place,
                                            const ValueScale& scale, Scores& weights, Output& o) {
-    constexpr int kStepsV = kBlockN / 16, kAtOnce = kPrepared && kProducts == 1 ? 4 : 2;
-    Fragment p[kStepsV][2];
-    const float relative = __uint_as_float((254 + kPairBits - scale.exponent) << 23);
-#pragma unroll
-    for (int n = 0; n < kKeyTiles; ++n) {
-        float scales[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(place.column(2 * n + e)) * relative;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            pair_of(at(weights, r, 2 * n) * scales[0], at(weights, r, 2 * n + 1) * scales[1],
-                    p[n / 2][0][n % 2 * 2 + r], p[n / 2][1][n % 2 * 2 + r]);
-    }
+    constexpr int kStepsV = kBlockN / 16, kAtOnce = kPrepared && (kProducts == 1 || kBlockN <= 32) ? 4 : 2;
+    constexpr int kStepsPerSum = kProducts > 1 && kStepsV > 2 ? 2 : kStepsV;
+    const float relative = __uint_as_float((254 + kPairBits - scale.exponent()) << 23);
     const SharedAddress v =
         shared_address(v_rows.rows[place.lane % 16]) + (place.share * kWarpFeaturesV + place.lane / 16 * 8) * 2;
-    const float unit = __uint_as_float(scale.exponent << 23) * kUnscaled, second_unit = unit / kPairStep;
+    const float unit = __uint_as_float(scale.exponent() << 23) * kUnscaled;
+#pragma unroll 1
+    for (int first = 0; first < kStepsV; first += kStepsPerSum) {
+        Fragment p[kStepsPerSum][2];
 #pragma unroll
-    for (int f = 0; f < kFeatureTiles; f += kAtOnce) {
-        float sums[2][kAtOnce][4] = {};
+        for (int n = 0; n < 2 * kStepsPerSum; ++n) {
+            const int tile = 2 * first + n;
+            float scales[2];
 #pragma unroll
-        for (int step = 0; step < kStepsV; ++step) {
-            // fence: nothing is fetched further ahead
-            if constexpr (!kPrepared || kProducts > 1)
-                __syncwarp();  // the compiler would fetch more than it has registers for
+            for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(place.column(2 * tile + e)) * relative;
 #pragma unroll
-            for (int g = 0; g < kAtOnce; g += 2) {
-                const SharedAddress values = v + step * 16 * v_rows.kRowBytes + (f + g) * 16;
-                Fragment firsts, seconds = {};
-                ldmatrix_x4_transposed(firsts, values);
-                if constexpr (kProducts > 1) ldmatrix_x4_transposed(seconds, values + v_rows.kSecond);
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    multiply_pairs(sums[0][g + i], sums[1][g + i], p[step], {firsts[2 * i], firsts[2 * i + 1]},
-                                   {seconds[2 * i], seconds[2 * i + 1]});
-            }
+            for (int r = 0; r < kRows; ++r)
+                pair_of(at(weights, r, 2 * tile) * scales[0], at(weights, r, 2 * tile + 1) * scales[1],
+                        p[n / 2][0][n % 2 * 2 + r], p[n / 2][1][n % 2 * 2 + r]);
         }
 #pragma unroll
-        for (int g = 0; g < kAtOnce; ++g) {
+        for (int f = 0; f < kFeatureTiles; f += kAtOnce) {
+            float sums[2][kAtOnce][4] = {};
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& value = o[f + g][i];
-                if constexpr (kProducts > 1) value = multiply_add(sums[1][g][i], second_unit, value);
-                value = multiply_add(sums[0][g][i], unit, value);
+            for (int step = 0; step < kStepsPerSum; ++step) {
+                // fence: nothing is fetched further ahead
+                if constexpr (!kPrepared || kProducts > 1)
+                    __syncwarp();  // the compiler would fetch more than it has registers for
+#pragma unroll
+                for (int g = 0; g < kAtOnce; g += 2) {
+                    const SharedAddress values = v + (first + step) * 16 * v_rows.kRowBytes + (f + g) * 16;
+                    Fragment firsts, seconds = {};
+                    ldmatrix_x4_transposed(firsts, values);
+                    if constexpr (kProducts > 1) ldmatrix_x4_transposed(seconds, values + v_rows.kSecond);
+#pragma unroll
+                    for (int i = 0; i < 2; ++i)
+                        multiply_pairs(sums[0][g + i], sums[1][g + i], p[step], {firsts[2 * i], firsts[2 * i + 1]},
+                                       {seconds[2 * i], seconds[2 * i + 1]});
+                }
+            }
+#pragma unroll
+            for (int g = 0; g < kAtOnce; ++g) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    float& value = o[f + g][i];
+                    float sum = sums[0][g][i];
+                    if constexpr (kProducts > 1) sum = multiply_add(sums[1][g][i], 1 / kPairStep, sum);
+                    value = multiply_add(sum, unit, value);
+                }
             }
         }
     }

@@ -50,8 +50,8 @@ extern const CpuCudaIndex threadIdx, blockIdx, blockDim, gridDim;
 
 // Waits for all threads of the block.
 void cpu_cuda_sync_block();
-// Waits for as many threads, whole warps, in the barrier of this number. Returns whether any of them brought a true
-// predicate. Those that vote and those that do not are an error in one barrier.
+// Waits for as many threads, whole warps, in the barrier of this number; 0 is that of the whole block. Returns whether
+// any of them brought a true predicate. Those that vote and those that do not are an error in one barrier.
 bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate);
 // Waits for the 32 lanes of the warp; the last one runs `compute` on what each brought and for what each takes away.
 // Lanes that meet in operations of different names are an error. `orders_memory`: a barrier for shared memory too.
@@ -75,6 +75,7 @@ bool cpu_cuda_guard(int mutant, bool forced, bool actual);
 }
 
 inline void __syncthreads() { cpu_cuda_sync_block(); }
+inline int __syncthreads_or(int predicate) { return cpu_cuda_sync_some(0, blockDim.x, true, predicate != 0); }
 
 inline void __syncwarp(unsigned int mask = 0xffffffffu) {
     if (mask != 0xffffffffu) cpu_cuda_fail("__syncwarp: masks other than all 32 lanes are not covered");

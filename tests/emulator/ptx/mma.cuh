@@ -1,4 +1,4 @@
-// cuda_src/ptx/mma.cuh on the CPU: fragment layouts of the PTX ISA, products exact, one rounding to float at the end.
+// cuda_src/ptx/mma.cuh on the CPU: fragment layouts of the PTX ISA, products exact, sums as tensor cores round them.
 #pragma once
 
 #include "ptx/convert.cuh"
@@ -17,6 +17,19 @@ inline float mma_element(unsigned int pair, int half) {
     return kBfloat16 ? float_from_bfloat16_bits(bits) : float_from_half_bits(bits);
 }
 
+// Addends lose what is two bits below a float's last of the largest, the sum what is below its own last.
+template <int kCount>
+inline float tensor_core_sum(const double (&addends)[kCount]) {
+    double largest = 0, sum = 0;
+    for (const double addend : addends) largest = fmax(largest, fabs(addend));
+    const bool in_range = largest > 1e-200 && largest < 3e38;
+    const double unit = in_range ? __builtin_ldexp(1.0, __builtin_ilogb(largest) - 25) : 1;
+    const double inverse = 1 / unit;
+    for (const double addend : addends)
+        sum += in_range ? static_cast<double>(static_cast<long long>(addend * inverse)) * unit : addend;
+    return __double2float_rz(sum);
+}
+
 // Rows of A and columns of B are collected from the lanes that hold them, then every lane's four results computed.
 template <int kDepth, typename LoadA, typename LoadB>
 inline void mma_tile(const void* const* inputs, void* const* outputs, LoadA load_a, LoadB load_b) {
@@ -25,9 +38,9 @@ inline void mma_tile(const void* const* inputs, void* const* outputs, LoadA load
         for (int i = 0; i < 4; ++i) {
             const int row = lane / 4 + i / 2 * 8;
             const int column = lane % 4 * 2 + i % 2;
-            double sum = c[i];
-            for (int k = 0; k < kDepth; ++k) sum += static_cast<double>(load_a(row, k)) * load_b(k, column);
-            static_cast<float*>(outputs[lane])[i] = static_cast<float>(sum);
+            double addends[kDepth + 1] = {c[i]};
+            for (int k = 0; k < kDepth; ++k) addends[k + 1] = static_cast<double>(load_a(row, k)) * load_b(k, column);
+            static_cast<float*>(outputs[lane])[i] = tensor_core_sum(addends);
         }
     }
 }
