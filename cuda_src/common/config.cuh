@@ -16,6 +16,12 @@
 #ifndef CUFLASH_BIAS_DTYPE  // 0: the call has no bias
 #define CUFLASH_BIAS_DTYPE 0
 #endif
+#ifndef CUFLASH_STATE_DTYPE  // of states before chunks
+#define CUFLASH_STATE_DTYPE CUFLASH_DTYPE
+#endif
+#ifndef CUFLASH_SWAPPED_STATES  // features of v come first
+#define CUFLASH_SWAPPED_STATES 0
+#endif
 #ifndef CUFLASH_HEAD_DIM
 #define CUFLASH_HEAD_DIM 64
 #endif
@@ -75,6 +81,8 @@ namespace cuflash {
 constexpr int kDtype = CUFLASH_DTYPE;
 constexpr int kOutDtype = CUFLASH_OUT_DTYPE;
 constexpr int kBiasDtype = CUFLASH_BIAS_DTYPE;
+constexpr int kStateDtype = CUFLASH_STATE_DTYPE;
+constexpr bool kSwappedStates = CUFLASH_SWAPPED_STATES;
 // Head dimensions as the tiles hold them; the arrays' own may be smaller and the rest is zero.
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;
 constexpr bool kHasValues = CUFLASH_HEAD_DIM_V != 0;

@@ -23,6 +23,7 @@ _FIELDS = {"v_new": "v", "log_g_cumsum": "log_g", "h": "states"}
 """Names of a problem's arrays, where the arguments of `chunk_gated_output` have other ones."""
 _VECTORS = ("q", "k", "v", "states", "initial_state", "out", "final_state")
 """Arrays that kernels may move in vectors."""
+_STATES = ("states", "initial_state", "final_state")
 
 
 def describe_chunk_gated_output(
@@ -269,6 +270,10 @@ def _problem(op: str, infos: dict[str, ArrayInfo], scale: float, chunk_size: int
         size = ITEMSIZE[dtype]
         strides = strides_like(shape, like, size) if like else contiguous_strides(shape, size)
         seen["final_state"] = _new(shape, strides, dtype)
+    states = [name for name in _STATES if name in seen]
+    swapped = bool(states) and all(_is_swapped(seen[name]) for name in states)
+    moved = {name: _swapped(seen[name]) for name in states} if swapped else {}
+    aligned = seen | moved
     results = [name for name in ("out", "final_state") if name in seen]
     traits = GatedTraits(
         op=op,
@@ -280,8 +285,9 @@ def _problem(op: str, infos: dict[str, ArrayInfo], scale: float, chunk_size: int
         head_dim_v=head_dim_v,
         chunk_size=chunk_size,
         packed=cu_seqlens is not None,
-        input_alignment=_alignment({name: info for name, info in seen.items() if name not in results}),
-        result_alignment=_alignment({name: seen[name] for name in results}),
+        input_alignment=_alignment({name: info for name, info in aligned.items() if name not in results}),
+        result_alignment=_alignment({name: aligned[name] for name in results}),
+        swapped_states=swapped,
     )
     return GatedProblem(
         traits=traits,
@@ -294,6 +300,18 @@ def _problem(op: str, infos: dict[str, ArrayInfo], scale: float, chunk_size: int
         strides=_strides(seen),
         cu_seqlens_dtype="" if cu_seqlens is None else cu_seqlens.dtype,
     )
+
+
+def _is_swapped(state: ArrayInfo) -> bool:
+    """Whether features of k are neighbours in memory, and not those of v."""
+    return state.strides[-2] == ITEMSIZE[state.dtype] != state.strides[-1]
+
+
+def _swapped(state: ArrayInfo) -> ArrayInfo:
+    *axes, rows, columns = range(len(state.shape))
+    order = (*axes, columns, rows)
+    shape, strides = (tuple(given[axis] for axis in order) for given in (state.shape, state.strides))
+    return state._replace(shape=shape, strides=strides)
 
 
 def _new(shape: tuple[int, ...], strides: tuple[int, ...], dtype: str) -> ArrayInfo:

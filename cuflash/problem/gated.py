@@ -60,6 +60,8 @@ class GatedTraits(NamedTuple):
     size of the smallest element."""
     result_alignment: int
     """The same of what is written."""
+    swapped_states: bool = False
+    """Whether features of k are neighbours in memory, not those of v; vectors are then of those."""
 
     @property
     def computed(self) -> str:

@@ -281,12 +281,12 @@ class Emulator:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
         plan = make_plan(problem, self.device, self.settings, self.num_splits)
         rows = result_rows(problem)
-        spans = {name: _span(info) for name, info in infos.items()}
+        spans = {name: span(info) for name, info in infos.items()}
         traits, strides = problem.traits, problem.strides
         if strides.out is not None:
-            out, spans["out"] = _result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
+            out, spans["out"] = new_result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
         if strides.lse is not None:
-            lse, spans["lse"] = _result(rows, traits.lse_dtype, strides.lse, lse)
+            lse, spans["lse"] = new_result(rows, traits.lse_dtype, strides.lse, lse)
         pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
         # A poisoned workspace of exactly the plan's size.
@@ -350,15 +350,15 @@ class Emulator:
         return out if lse is None else lse if out is None else (out, lse)
 
 
-def _span(info: ArrayInfo) -> tuple[int, int, int]:
+def span(info: ArrayInfo) -> tuple[int, int, int]:
     """Address of an array's first element, and of its first and behind its last byte."""
     return info.pointer, *extent(info.pointer, info.shape, info.strides, DTYPES[info.dtype].itemsize)
 
 
-def _result(
+def new_result(
     shape: tuple[int, ...], name: str, strides: tuple[int, ...], given: Any
 ) -> tuple[np.ndarray, tuple[int, int, int]]:
-    """Return the array of a type for a result, NaN where it is not the caller's own, and its `_span`."""
+    """Return the array of a type for a result, NaN where it is not the caller's own, and its `span`."""
     dtype = DTYPES[name]
     strides = strides[len(strides) - len(shape) :]
     if given is None:
@@ -375,12 +375,12 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
     parts = describe_parts(outs, lses)
     if not isinstance(outs, (list, tuple)) and not isinstance(lses, (list, tuple)):  # stacked, as on a GPU
         parts = Parts(parts.outs[:1], parts.lses[:1], parts.num_parts, (outs.strides[0], lses.strides[0]))
-    spans = {f"{name}[{i}]": _span(info) for name in ("outs", "lses") for i, info in enumerate(getattr(parts, name))}
+    spans = {f"{name}[{i}]": span(info) for name in ("outs", "lses") for i, info in enumerate(getattr(parts, name))}
     if parts.strides is not None:
-        spans = {name: _span(inspect(name, x)) for name, x in (("outs", outs), ("lses", lses))}
+        spans = {name: span(inspect(name, x)) for name, x in (("outs", outs), ("lses", lses))}
     out_result, lse_result = result_operands(parts)
-    out, out_span = _result(parts.outs[0].shape, out_result.dtype, out_result.strides, None)
-    lse, lse_span = _result(parts.lses[0].shape, lse_result.dtype, lse_result.strides, None)
+    out, out_span = new_result(parts.outs[0].shape, out_result.dtype, out_result.strides, None)
+    lse, lse_span = new_result(parts.lses[0].shape, lse_result.dtype, lse_result.strides, None)
     size = merge_workspace(parts)
     scratch = np.full(size + 16, 0xFF, np.uint8)
     at = scratch.ctypes.data + -scratch.ctypes.data % 16

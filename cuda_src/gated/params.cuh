@@ -1,0 +1,79 @@
+// The run-time arguments of the kernels of the gated delta rule, one struct passed by value. cuflash/gpu/gated.py packs
+// each field by its name.
+#pragma once
+
+#include "common/divide.cuh"
+#include "common/numeric.cuh"
+
+namespace cuflash {
+
+// Bytes from element to element of what has tokens: (batch, token, head, feature). Packed sequences are one batch.
+struct TokenStrides {
+    long long batch, token, head, column;
+};
+
+// The same of states: (sequence or chunk, head, feature of k, feature of v).
+struct StateStrides {
+    long long index, head, row, column;
+};
+
+struct GatedParams {
+    const char* q;
+    const char* k;
+    const char* v;
+    const char* log_g;  // of steps, or cumulated in their chunks
+    char* out;
+    const char* beta;
+    const char* states;         // before each chunk
+    const char* initial_state;  // null: zeros
+    char* final_state;          // null: not wanted
+    const char* cu_seqlens;     // null: all sequences have `seqlen` tokens
+    char* transformed;          // w and u of gated_wy.cu
+
+    TokenStrides q_strides;
+    TokenStrides k_strides;
+    TokenStrides v_strides;
+    TokenStrides log_g_strides;
+    TokenStrides out_strides;
+    TokenStrides beta_strides;
+    StateStrides states_strides;
+    StateStrides initial_state_strides;
+    StateStrides final_state_strides;
+    long long cu_seqlens_stride;
+    long long cu_seqlens_size;  // bytes of a boundary, negative when signed
+    long long seqlen;           // packed sequences: tokens in all
+    long long num_sequences;
+    long long num_chunks;   // rows of states
+    long long first_block;  // index of this launch's first block in the whole grid
+    Divisor num_heads_v;
+    Divisor group_size;  // heads of v per head of q and k
+    Divisor num_parts;   // blocks that share a head of a sequence or chunk
+    double scale;
+    int head_dim;
+    int head_dim_v;
+    int gate_dtype;  // CUFLASH_FLOAT16 ...
+    int beta_dtype;
+};
+
+// Rows of w and u, one behind the other, of each head of v of each token. They are padded as the tiles are.
+constexpr int kTransformedBytes = 2 * (kHeadDim + kHeadDimV);
+
+__device__ __forceinline__ long long transformed_row(const GatedParams& params, long long token, int head) {
+    return (token * params.num_heads_v + head) * kTransformedBytes;
+}
+
+// Which part of a head of a sequence or chunk is a block's own.
+struct GatedBlock {
+    long long index;  // of the sequence or chunk
+    int head;
+    int part;
+};
+
+__device__ __forceinline__ GatedBlock gated_block(const GatedParams& params) {
+    const long long block = params.first_block + blockIdx.x;
+    const long long heads = divide(block, params.num_parts), index = divide(heads, params.num_heads_v);
+    return {index, static_cast<int>(heads - index * params.num_heads_v),
+            static_cast<int>(block - heads * params.num_parts)};
+}
+
+}  // namespace cuflash

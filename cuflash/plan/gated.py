@@ -1,0 +1,356 @@
+"""How a problem of the gated delta rule is computed on a device: kernel, tile, grid. Pure Python; needs no GPU.
+
+A table of its own, beside that of attention: the first row that accepts the traits of a problem serves it, and the last
+one of each operation takes everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..problem.arrays import FLOAT_NAMES, ITEMSIZE
+from ..problem.gated import GatedProblem, GatedTraits
+from ..settings import Settings
+from .features import Macros
+from .plan import Program
+from .table import CPU_KERNEL, kernel_names
+from .tiles import Device, blocks_in_shared_memory, round_up
+
+CHUNK_BYTES = 32
+"""sizeof(Chunk) of gated/chunk.cuh."""
+ROW_TILE = 16
+"""Rows of a block of gated_output.cu."""
+REGISTERS = 168
+"""Of a thread of gated_output_mma.cu, roughly."""
+WY_TOKENS, WY_THREADS = 64, 128
+"""Of a chunk of gated_wy.cu and gated_delta_mma.cu, and threads of a block."""
+
+
+class GatedTile(NamedTuple):
+    """What a block computes."""
+
+    tokens: int
+    """Of a chunk, or 0 where blocks walk over tokens one by one."""
+    width: int
+    """Features of v."""
+    num_threads: int
+
+    def __str__(self) -> str:
+        return f"{self.tokens or 1}x{self.width}"
+
+
+class GatedSpec(NamedTuple):
+    """One row of the table: a CUDA source and what it serves."""
+
+    name: str
+    """Also the source `cuda_src/<name>.cu` and the entry point `cuflash_<name>`."""
+    summary: str
+    operations: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    min_compute_capability: int
+    tiles: Callable[[GatedTraits, Device], list[GatedTile]]
+    """Tiles that fit, the best first."""
+    macros: Callable[[GatedTraits, GatedTile, Device], Macros]
+    """What it is compiled with beside dtype, threads and tile."""
+    shared_memory: Callable[[GatedTraits, GatedTile], int]
+    """Bytes per block."""
+    vectors: bool
+    """Whether it moves 16-byte vectors where arrays allow."""
+    preparing: str = ""
+    """A source that computes what does not depend on the state, in a launch before it, with the same macros."""
+
+    def refusal(self, traits: GatedTraits, device: Device) -> str | None:
+        """Return None if the kernel serves such problems on the device, else the reason as a sentence."""
+        if traits.op not in self.operations:
+            return f"does not implement {traits.op}"
+        if device.compute_capability < self.min_compute_capability:
+            return f"needs sm_{self.min_compute_capability}, the device is {device.arch}"
+        if traits.dtype not in self.dtypes:
+            return f"dtype {traits.dtype} is not one of {', '.join(self.dtypes)}"
+        if not self.tiles(traits, device):
+            head_dims = f"{traits.head_dim}/{traits.head_dim_v}"
+            return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
+        return None
+
+
+class GatedPreparation(NamedTuple):
+    """A launch before the main one."""
+
+    program: Program
+    num_blocks: int
+
+
+class GatedPlan(NamedTuple):
+    """How a problem is computed on a device."""
+
+    program: Program
+    tile: GatedTile
+    num_parts: int
+    """Blocks that share a head of a sequence or chunk."""
+    num_blocks: int
+    preparation: GatedPreparation | None
+    workspace: int
+    """Bytes of scratch memory."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of its row."""
+        return self.program.kernel
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.tile}, {self.num_blocks} blocks of {self.tile.num_threads} threads"
+
+
+# cuda_src/gated_output_mma.cu
+
+
+def _mma_bucket(head_dim: int) -> int:
+    return round_up(head_dim, 32 if head_dim <= 128 else 64)
+
+
+def _mma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
+    num_parts = 1 if traits.head_dim_v <= 128 else 2
+    widths = (round_up(-(-traits.head_dim_v // num_parts), 32), 64, 32)
+    tiles = [GatedTile(traits.chunk_size, width, 2 * traits.chunk_size) for width in widths]
+    return [tile for tile in tiles if _mma_shared_memory(traits, tile) <= device.shared_memory_per_block]
+
+
+def _mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    held = blocks_in_shared_memory(device, _mma_shared_memory(traits, tile))
+    return (
+        ("HEAD_DIM", _mma_bucket(traits.head_dim)),
+        ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"),
+        ("VARLEN", 1),
+        ("SWAPPED_STATES", int(traits.swapped_states)),
+        ("MIN_BLOCKS", max(1, min(held, 65536 // (REGISTERS * tile.num_threads)))),
+    )
+
+
+def _mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
+    bucket, size = _mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
+    rows, columns = (tile.width, bucket) if traits.swapped_states else (bucket, tile.width)
+    elements = 2 * tile.tokens * (bucket + 8) + rows * (columns + 8) + tile.tokens * (tile.width + 8)
+    return round_up(size * elements + 4 * tile.tokens + CHUNK_BYTES, 16)
+
+
+# cuda_src/gated_output.cu
+
+
+def _output_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
+    return [GatedTile(traits.chunk_size, traits.head_dim_v, 128)]
+
+
+def _output_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    return ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"), ("VARLEN", 1)
+
+
+def _output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
+    tokens, size = tile.tokens, ITEMSIZE[traits.computed]
+    elements = tokens + ROW_TILE * (tokens + 1) + (ROW_TILE + tokens) * 17 + 16 * 64
+    return round_up(CHUNK_BYTES + size * elements, 8)
+
+
+# cuda_src/gated_wy.cu and cuda_src/gated_delta_mma.cu
+
+
+def _delta_bucket(head_dim: int) -> int:
+    return round_up(head_dim, 64)
+
+
+def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
+    widths = (16, 32, 64) if traits.head_dim <= 128 else (16, 32)  # as a thread's registers hold
+    tiles = [GatedTile(WY_TOKENS, width, WY_THREADS) for width in widths]
+    fitting = [tile for tile in tiles if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
+    return fitting if _wy_shared_memory(traits) <= device.shared_memory_per_block else []
+
+
+def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    return (
+        ("HEAD_DIM", _delta_bucket(traits.head_dim)),
+        ("HEAD_DIM_V", _delta_bucket(traits.head_dim_v)),
+        ("VARLEN", int(traits.packed)),
+    )
+
+
+def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
+    bucket, size = _delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
+    narrow = tile.width + 8
+    arriving = tile.tokens * (3 * (bucket + 8) + narrow)
+    return size * (2 * arriving + (bucket + 2 * tile.tokens) * narrow) + 4 * tile.tokens
+
+
+def _wy_shared_memory(traits: GatedTraits) -> int:
+    size = WY_TOKENS * ITEMSIZE[traits.dtype]
+    rows = size * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v) + 16)
+    floats = 2 * WY_TOKENS * (WY_TOKENS + 4) + WY_TOKENS * 20 + 2 * WY_TOKENS
+    return rows + 4 * floats + CHUNK_BYTES
+
+
+def _row_bytes(traits: GatedTraits) -> int:
+    """What gated_wy.cu makes of a token of a head."""
+    return ITEMSIZE[traits.dtype] * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v))
+
+
+# cuda_src/gated_recurrent.cu
+
+
+def _recurrent_bucket(head_dim: int) -> int:
+    return round_up(head_dim, 32)
+
+
+def _recurrent_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
+    bucket, size = _recurrent_bucket(traits.head_dim), ITEMSIZE[traits.computed]
+    num_threads = 256 if bucket * size > 1024 else 128
+    # A thread holds 256 bytes of the state, and neighbouring features in a vector of 16.
+    columns = min(256 * num_threads // 32 // (bucket * size), 16 // size)
+    while columns > 1 and 16 * columns >= traits.head_dim_v:
+        columns //= 2
+    return [GatedTile(0, 32 * max(columns, 1), num_threads)]
+
+
+def _recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    return (
+        ("HEAD_DIM", _recurrent_bucket(traits.head_dim)),
+        ("VARLEN", int(traits.packed)),
+        ("SWAPPED_STATES", int(traits.swapped_states)),
+    )
+
+
+def _recurrent_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
+    sums = tile.num_threads // 32 * (2 * tile.width + 1)
+    return ITEMSIZE[traits.computed] * (4 * _recurrent_bucket(traits.head_dim) + sums)
+
+
+GATED_KERNELS = (
+    GatedSpec(
+        name="gated_output_mma",
+        summary="chunks of the gated delta rule on tensor cores: float16 and bfloat16 from sm_80",
+        operations=("chunk_gated_output",),
+        dtypes=("float16", "bfloat16"),
+        min_compute_capability=80,
+        tiles=_mma_tiles,
+        macros=_mma_macros,
+        shared_memory=_mma_shared_memory,
+        vectors=True,
+    ),
+    GatedSpec(
+        name="gated_output",
+        summary="chunks of the gated delta rule on any GPU, any dtype",
+        operations=("chunk_gated_output",),
+        dtypes=FLOAT_NAMES,
+        min_compute_capability=50,
+        tiles=_output_tiles,
+        macros=_output_macros,
+        shared_memory=_output_shared_memory,
+        vectors=False,
+    ),
+    GatedSpec(
+        name="gated_delta_mma",
+        summary="the gated delta rule by chunks on tensor cores: float16 and bfloat16 from sm_80",
+        operations=("chunk_gated_delta_rule",),
+        dtypes=("float16", "bfloat16"),
+        min_compute_capability=80,
+        tiles=_delta_tiles,
+        macros=_delta_macros,
+        shared_memory=_delta_shared_memory,
+        vectors=True,
+        preparing="gated_wy",
+    ),
+    GatedSpec(
+        name="gated_recurrent",
+        summary="the gated delta rule token by token on any GPU, any dtype",
+        operations=("chunk_gated_delta_rule", "recurrent_gated_delta_rule"),
+        dtypes=FLOAT_NAMES,
+        min_compute_capability=50,
+        tiles=_recurrent_tiles,
+        macros=_recurrent_macros,
+        shared_memory=_recurrent_shared_memory,
+        vectors=True,
+    ),
+)
+"""The table: one row for each kernel, fastest first."""
+
+
+@lru_cache(maxsize=1024)
+def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -> GatedPlan:
+    """Choose a kernel and a tile for a problem.
+
+    Raises
+    ------
+    ValueError
+        `options(kernel=..., tile=...)` asks for what cannot serve the problem.
+    """
+    traits = problem.traits
+    spec = _choose(traits, device, settings)
+    tiles = spec.tiles(traits, device)
+    if settings.tile:
+        named = [tile for tile in tiles if str(tile) == settings.tile]
+        if not named:
+            names = ", ".join(dict.fromkeys(map(str, tiles)))
+            raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
+        tiles = named
+    tile = min(tiles, key=lambda tile: _time(problem, tile, device)) if spec.preparing else tiles[0]
+    num_parts = -(-traits.head_dim_v // tile.width) if spec.vectors else tile.tokens // ROW_TILE
+    program = _program(spec, traits, tile, device)
+    if not spec.preparing:
+        num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens else _num_walks(problem)) * num_parts
+        return GatedPlan(program, tile, num_parts, num_blocks, None, 0)
+    macros = tuple((name, value) for name, value in program.macros if name != "BLOCK_N")
+    preparation = GatedPreparation(
+        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS)
+    )
+    num_rows = problem.seqlen * (1 if traits.packed else problem.num_sequences) * problem.num_heads_v
+    return GatedPlan(
+        program, tile, num_parts, _num_walks(problem) * num_parts, preparation, num_rows * _row_bytes(traits)
+    )
+
+
+def _time(problem: GatedProblem, tile: GatedTile, device: Device) -> float:
+    """What a tile of gated_delta_mma.cu takes, relative to others: a block has a multiprocessor for itself."""
+    blocks = _num_walks(problem) * -(-problem.traits.head_dim_v // tile.width)
+    return -(-blocks // device.num_multiprocessors) * (1 + tile.width / 64)
+
+
+def _choose(traits: GatedTraits, device: Device, settings: Settings) -> GatedSpec:
+    if not settings.kernel:
+        return next(spec for spec in GATED_KERNELS if spec.refusal(traits, device) is None)
+    if settings.kernel == CPU_KERNEL:
+        raise ValueError("kernel 'cpu' cannot serve this call: it computes NumPy arrays, these are on a GPU")
+    for spec in GATED_KERNELS:
+        if spec.name == settings.kernel:
+            reason = spec.refusal(traits, device)
+            if reason is not None:
+                raise ValueError(f"kernel {spec.name!r} cannot serve this call: {reason}")
+            return spec
+    if settings.kernel in kernel_names():
+        raise ValueError(f"kernel {settings.kernel!r} cannot serve this call: does not implement {traits.op}")
+    raise ValueError(f"kernel is {settings.kernel!r}, expected one of {', '.join(kernel_names())}")
+
+
+def _num_chunks(problem: GatedProblem, tokens: int) -> int:
+    """Chunks of all heads, at least as many as there are: lengths of packed sequences are unknown."""
+    num_sequences, seqlen = problem.num_sequences, problem.seqlen
+    if not problem.traits.packed:
+        return -(-seqlen // tokens) * num_sequences * problem.num_heads_v
+    # Every sequence, and the tokens before and behind them all, may end in a partial chunk.
+    return (seqlen // tokens + min(num_sequences + 2, seqlen)) * problem.num_heads_v
+
+
+def _num_walks(problem: GatedProblem) -> int:
+    """Heads of sequences; the tokens behind packed sequences are one more."""
+    return (problem.num_sequences + problem.traits.packed) * problem.num_heads_v
+
+
+def _program(spec: GatedSpec, traits: GatedTraits, tile: GatedTile, device: Device) -> Program:
+    alignment = min(traits.input_alignment, traits.result_alignment)
+    macros = (
+        ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
+        ("BLOCK_M", tile.tokens or WY_TOKENS),
+        ("BLOCK_N", tile.width),
+        ("THREADS", tile.num_threads),
+        ("ALIGNMENT", alignment if spec.vectors or alignment < 16 else ITEMSIZE[traits.dtype]),
+        *spec.macros(traits, tile, device),
+    )
+    return Program(spec.name, macros, spec.shared_memory(traits, tile))
