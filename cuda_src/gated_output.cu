@@ -119,7 +119,7 @@ __device__ __forceinline__ void compute_slice(const GatedRows& rows, int column)
     SharedTiles& shared = rows.shared;
     const int first = threadIdx.x / 32 * kRows;
     Output o = {};
-    for (int d = 0; d < rows.params.head_dim && has_state(rows.params, shared.chunk); d += kPiece) {
+    for (int d = 0; d < rows.params.head_dim && has_state(rows.params, shared.chunk.index); d += kPiece) {
         rows.load_q(d);
         rows.load_state(d, column);
         __syncthreads();

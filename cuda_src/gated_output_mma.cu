@@ -6,31 +6,31 @@
 // Everything is read once, so the time is that of memory: a block asks for all that it needs at its beginning, and two
 // or more to a multiprocessor take turns with arithmetic. What arrives last is multiplied last.
 //
-// Warps: each owns 16 rows of the chunk, whose weights and output stay in its registers.
+// Warps: kShares of them own 16 rows of the chunk, whose weights stay in the registers of each, and its features of the
+// output.
 
-#include "common/load.cuh"
-#include "common/store.cuh"
-#include "gated/chunk.cuh"
-#include "gated/fragments.cuh"
+#include "gated/load.cuh"
+#include "gated/steps.cuh"
+#include "gated/store.cuh"
 
 namespace cuflash {
 
-constexpr int kNumWarps = kThreads / 32;
-constexpr int kSteps = kHeadDim / 16;       // of sums over features of k
-constexpr int kKeyTiles = kBlockM / 8;      // of a warp's weights
-constexpr int kFeatureTiles = kBlockN / 8;  // of its output
-constexpr int kPitch = kHeadDim + 8;        // elements: rows of a matrix begin in different banks
+constexpr int kShares = kThreads * 16 / (32 * kBlockM);
+constexpr int kKeyTiles = kBlockM / 8;  // of a warp's weights
+constexpr int kWarpFeatures = kBlockN / kShares, kFeatureTiles = kWarpFeatures / 8;
+constexpr int kSteps = kHeadDim / 16;  // of sums over features of k
+constexpr int kPitch = kHeadDim + 8;   // elements: rows of a matrix begin in different banks
 constexpr int kPitchV = kBlockN + 8;
 constexpr int kStateRows = kSwappedStates ? kBlockN : kHeadDim, kStateColumns = kSwappedStates ? kHeadDim : kBlockN;
 
-static_assert(kNumWarps * 16 == kBlockM && kHeadDim % 16 == 0 && kBlockN % 16 == 0);
+static_assert(kThreads * 16 == 32 * kBlockM * kShares && kHeadDim % 16 == 0 && kWarpFeatures % 16 == 0);
 
 struct SharedTiles {
     alignas(16) Element q[kBlockM][kPitch];
     alignas(16) Element k[kBlockM][kPitch];
     alignas(16) Element state[kStateRows][kStateColumns + 8];
     alignas(16) Element v[kBlockM][kPitchV];
-    float log_decay[kBlockM];
+    float log_decay[kBlockM];  // to base 2
     Chunk chunk;
 };
 
@@ -46,9 +46,9 @@ struct Loads {
     template <int kWidth, int kTilePitch>
     __device__ __forceinline__ void tokens(Element (&target)[kBlockM][kTilePitch], const char* array,
                                            const TokenStrides& strides, int which, int first, int count) const {
-        load_tile<kBlockM, kWidth>(target, 0, first, count, strides.column, [&](int token) {
-            return token < shared.chunk.num_tokens ? chunk_row(array, strides, shared.chunk, token, which) : nullptr;
-        });
+        const Chunk& chunk = shared.chunk;
+        load_rows<kBlockM, kWidth>(target, chunk_row(array, strides, chunk, 0, which) + first * strides.column,
+                                   strides.token, strides.column, chunk.num_tokens, count - first);
     }
     __device__ __forceinline__ void q_and_k() const {
         const int head_k = static_cast<int>(divide(head, params.group_size));
@@ -59,29 +59,29 @@ struct Loads {
         tokens<kBlockN>(shared.v, params.v, params.v_strides, head, column, params.head_dim_v);
     }
     // Rows of the state are features of k, or of v where those come first.
-    __device__ __forceinline__ void state() const {
+    __device__ __forceinline__ void state(long long chunk) const {
         const StateStrides& strides = params.states_strides;
-        const char* const begin = params.states + shared.chunk.index * strides.index + head * strides.head;
-        const bool has = has_state(params, shared.chunk);
+        const char* const begin = params.states + chunk * strides.index + head * strides.head;
+        const bool has = has_state(params, chunk);
         const long long row_stride = kSwappedStates ? strides.column : strides.row;
         const long long column_stride = kSwappedStates ? strides.row : strides.column;
         const int first_row = kSwappedStates ? column : 0, first_column = kSwappedStates ? 0 : column;
         const int num_rows = kSwappedStates ? params.head_dim_v : params.head_dim;
         const int num_columns = kSwappedStates ? params.head_dim : params.head_dim_v;
-        const auto address = [&](int row) {
-            return has && first_row + row < num_rows ? begin + (first_row + row) * row_stride : nullptr;
-        };
+        const char* const source = begin + first_row * row_stride + first_column * column_stride;
+        const int rows_left = has ? num_rows - first_row : 0, columns_left = num_columns - first_column;
         if constexpr (kStateDtype == kDtype) {
-            load_tile<kStateRows, kStateColumns>(shared.state, 0, first_column, num_columns, column_stride, address);
+            load_rows<kStateRows, kStateColumns>(shared.state, source, row_stride, column_stride, rows_left,
+                                                 columns_left);
         } else {
             for (int i = threadIdx.x; i < kStateRows * kStateColumns / 2; i += kThreads) {
                 const int row = i / (kStateColumns / 2), pair = i % (kStateColumns / 2) * 2;
-                const char* const source = address(row);
                 float values[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
-                    const int at = first_column + pair + e;
-                    values[e] = source && at < num_columns ? load_as<kStateDtype>(source + at * column_stride) : 0;
+                    const bool is_there = row < rows_left && pair + e < columns_left;
+                    const char* const address = source + row * row_stride + (pair + e) * column_stride;
+                    values[e] = is_there ? load_as<kStateDtype>(address) : 0;
                 }
                 *reinterpret_cast<unsigned int*>(&shared.state[row][pair]) = pack(values[0], values[1]);
             }
@@ -90,38 +90,39 @@ struct Loads {
 };
 
 // weights = exp(c_i - c_j) (q_i.k_j) for keys up to the row's own, of the warp's rows. Behind them all is 0.
-__device__ __forceinline__ void weigh(SharedTiles& shared, int warp, int lane, Weights& weights) {
-    const SharedAddress q = left_address(shared.q + warp * 16, lane), k = right_address(shared.k, lane);
+__device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, Weights& weights) {
+    const SharedAddress q = left_address(shared.q + group * 16, lane), k = right_address(shared.k, lane);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         Fragment queries;
         ldmatrix_x4(queries, q + step * 32);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; n += 2) {
-            if (n > 2 * warp) continue;
+            if (n > 2 * group) continue;
             Fragment keys;
             ldmatrix_x4(keys, k + n * 8 * kPitch * 2 + step * 32);
             multiply(weights[n], weights[n + 1], queries, keys);
         }
     }
-    const int first = warp * 16 + lane / 4;
+    const int first = group * 16 + lane / 4;
     const float later[2] = {shared.log_decay[first], shared.log_decay[first + 8]};
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
-        if (n > 2 * warp + 1) continue;
+        if (n > 2 * group + 1) continue;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = first + i / 2 * 8, key = n * 8 + lane % 4 * 2 + i % 2;
-            weights[n][i] *= key <= row ? decay_between(later[i / 2], shared.log_decay[key]) : 0;
+            weights[n][i] *= key <= row ? exp2_approximate(later[i / 2] - shared.log_decay[key]) : 0;
         }
     }
 }
 
 // o = exp(c_i) Q H
-__device__ __forceinline__ void multiply_state(SharedTiles& shared, int warp, int lane, Output& o) {
+__device__ __forceinline__ void multiply_state(SharedTiles& shared, int group, int first_feature, int lane, Output& o) {
     constexpr int kStatePitch = kStateColumns + 8;
-    const SharedAddress q = left_address(shared.q + warp * 16, lane);
-    const SharedAddress state = kSwappedStates ? right_address(shared.state, lane) : left_address(shared.state, lane);
+    const SharedAddress q = left_address(shared.q + group * 16, lane);
+    const SharedAddress state = kSwappedStates ? right_address(shared.state + first_feature, lane)
+                                               : left_address(shared.state, lane) + first_feature * 2;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         Fragment queries;
@@ -134,8 +135,8 @@ __device__ __forceinline__ void multiply_state(SharedTiles& shared, int warp, in
             multiply(o[f], o[f + 1], queries, values);
         }
     }
-    const int first = warp * 16 + lane / 4;
-    const float decays[2] = {exponential(shared.log_decay[first]), exponential(shared.log_decay[first + 8])};
+    const int first = group * 16 + lane / 4;
+    const float decays[2] = {exp2_approximate(shared.log_decay[first]), exp2_approximate(shared.log_decay[first + 8])};
 #pragma unroll
     for (int f = 0; f < kFeatureTiles; ++f) {
 #pragma unroll
@@ -144,11 +145,12 @@ __device__ __forceinline__ void multiply_state(SharedTiles& shared, int warp, in
 }
 
 // o += weights V
-__device__ __forceinline__ void accumulate(SharedTiles& shared, int warp, int lane, const Weights& weights, Output& o) {
-    const SharedAddress v = left_address(shared.v, lane);
+__device__ __forceinline__ void accumulate(SharedTiles& shared, int group, int first_feature, int lane,
+                                           const Weights& weights, Output& o) {
+    const SharedAddress v = left_address(shared.v, lane) + first_feature * 2;
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) {
-        if (step > warp) continue;
+        if (step > group) continue;
         Fragment rounded;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -164,54 +166,56 @@ __device__ __forceinline__ void accumulate(SharedTiles& shared, int warp, int la
     }
 }
 
-__device__ __forceinline__ void store(const GatedParams& params, const Chunk& chunk, int head, int column, int warp,
-                                      int lane, const Output& o) {
-    const float scale = chunk.is_hidden ? 0 : static_cast<float>(params.scale);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-        const int token = warp * 16 + lane / 4 + r * 8;
-        if (token >= chunk.num_tokens) continue;
-        char* const out = chunk_row(params.out, params.out_strides, chunk, token, head);
+__device__ __forceinline__ void store(const GatedParams& params, const Chunk& chunk, int head, int column, int row,
+                                      int lane, Output& o) {
+    if (chunk.is_hidden) {
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
-            float pair[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) pair[e] = chunk.is_hidden ? 0 : scale * o[f][2 * r + e];
-            store_features(out, column + f * 8 + lane % 4 * 2, params.head_dim_v, params.out_strides.column, pair);
+            for (int i = 0; i < 4; ++i) o[f][i] = 0;
         }
+    }
+    const float scale = static_cast<float>(params.scale);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+        const int token = row + lane / 4 + r * 8;
+        char* const out = chunk_row(params.out, params.out_strides, chunk, token, head);
+        store_row<kVectorLoads>(token < chunk.num_tokens ? out : nullptr, column, params.head_dim_v,
+                                params.out_strides.column, o, r, scale, lane);
     }
 }
 
 __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = block.part * kBlockN;
+    const int group = warp / kShares, first_feature = warp % kShares * kWarpFeatures;
+    const Loads loads = {params, shared, block.head, column};
+    loads.state(block.index);  // all that is known before the chunk is found
+    cp_async_commit();
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
-    const Chunk chunk = shared.chunk;
-    if (chunk.num_tokens == 0) return;
-    const Loads loads = {params, shared, block.head, column};
+    const Chunk& chunk = shared.chunk;
+    if (chunk.num_tokens == 0) return cp_async_wait();
     loads.q_and_k();
-    cp_async_commit();
-    loads.state();
     cp_async_commit();
     loads.v();
     cp_async_commit();
     for (int token = threadIdx.x; token < kBlockM; token += kThreads) {
         const char* const gate = chunk_row(params.log_g, params.log_g_strides, chunk, token, block.head);
-        shared.log_decay[token] = token < chunk.num_tokens ? load_float(gate, params.gate_dtype) : 0;
+        const float log_decay = token < chunk.num_tokens ? load_float(gate, params.gate_dtype) : 0;
+        // Behind a closed gate all are the least, between which nothing decays.
+        shared.log_decay[token] = maximum(log_decay * kLog2e, -largest_finite());
     }
     Weights weights = {};
     Output o = {};
-    cp_async_wait_group<2>();
-    __syncthreads();
-    weigh(shared, warp, lane, weights);
     cp_async_wait_group<1>();
     __syncthreads();
-    multiply_state(shared, warp, lane, o);
+    multiply_state(shared, group, first_feature, lane, o);
+    weigh(shared, group, lane, weights);
     cp_async_wait_group<0>();
     __syncthreads();
-    accumulate(shared, warp, lane, weights, o);
-    store(params, chunk, block.head, column, warp, lane, o);
+    accumulate(shared, group, first_feature, lane, weights, o);
+    store(params, chunk, block.head, column + first_feature, group * 16, lane, o);
 }
 
 }  // namespace cuflash

@@ -8,9 +8,9 @@
 // below it, T_ij = -T_ii (sum over j <= k < i of A_ik T_kj). It is multiplied as the sum of two 16-bit matrices: where
 // keys are nearly parallel its elements are large, and their errors would be, too.
 
-#include "common/load.cuh"
-#include "gated/fragments.cuh"
+#include "gated/load.cuh"
 #include "gated/steps.cuh"
+#include "gated/store.cuh"
 
 namespace cuflash {
 
@@ -25,7 +25,7 @@ struct SharedTiles {
     alignas(16) float a[kTokens][kTokens + 4];
     alignas(16) float inverse[kTokens][kTokens + 4];
     alignas(16) float products[kNumBlocks][kSize][kSize + 4];
-    float beta[kTokens];
+    float beta[kTokens], decayed_beta[kTokens];  // the second times exp(c)
     alignas(8) float log_decay[kTokens];
     Chunk chunk;
 };
@@ -33,21 +33,18 @@ struct SharedTiles {
 __device__ __forceinline__ void load(const GatedParams& params, SharedTiles& shared, int head) {
     const Chunk& chunk = shared.chunk;
     const int head_k = static_cast<int>(divide(head, params.group_size)), warp = threadIdx.x / 32;
-    const auto row = [&](const char* array, const TokenStrides& strides, int token, int which) {
-        return token < chunk.num_tokens ? chunk_row(array, strides, chunk, token, which) : nullptr;
-    };
-    load_tile<kTokens, kHeadDim>(shared.k, 0, 0, params.head_dim, params.k_strides.column,
-                                 [&](int token) { return row(params.k, params.k_strides, token, head_k); });
-    load_tile<kTokens, kHeadDimV>(shared.v, 0, 0, params.head_dim_v, params.v_strides.column,
-                                  [&](int token) { return row(params.v, params.v_strides, token, head); });
+    load_rows<kTokens, kHeadDim>(shared.k, chunk_row(params.k, params.k_strides, chunk, 0, head_k),
+                                 params.k_strides.token, params.k_strides.column, chunk.num_tokens, params.head_dim);
+    load_rows<kTokens, kHeadDimV>(shared.v, chunk_row(params.v, params.v_strides, chunk, 0, head),
+                                  params.v_strides.token, params.v_strides.column, chunk.num_tokens, params.head_dim_v);
     if (warp == 0) {
         const char* const gates = chunk_row(params.log_g, params.log_g_strides, chunk, 0, head);
         const Gates sums = sum_gates(load_gates(params, gates, chunk.num_tokens));
         *reinterpret_cast<Gates*>(&shared.log_decay[threadIdx.x * 2]) = sums;
     } else if (warp < 3) {
         const int token = threadIdx.x - 32;
-        const char* const beta = row(params.beta, params.beta_strides, token, head);
-        shared.beta[token] = beta ? load_float(beta, params.beta_dtype) : 0;
+        const char* const beta = chunk_row(params.beta, params.beta_strides, chunk, token, head);
+        shared.beta[token] = token < chunk.num_tokens ? load_float(beta, params.beta_dtype) : 0;
     }
     cp_async_wait();
 }
@@ -74,7 +71,7 @@ __device__ __forceinline__ void fill_a(SharedTiles& shared, int warp, int lane) 
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = warp * kSize + lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
-            const float decay = column < row ? exponential(shared.log_decay[row] - shared.log_decay[column]) : 0;
+            const float decay = column < row ? exp2_approximate(shared.log_decay[row] - shared.log_decay[column]) : 0;
             shared.a[row][column] = column < row ? shared.beta[row] * decay * products[n][i] : 0;
         }
     }
@@ -103,14 +100,19 @@ template <int kLeft, int kRight>
 __device__ __forceinline__ void add_product(Sums& sums, const float (*left)[kLeft], const float (*right)[kRight],
                                             int left_column, int right_column, int lane) {
     const int row = lane / 4 * 2, column = lane % 4 * 4;
+    const auto four = [](const float& first) { return *reinterpret_cast<const Vector16*>(&first); };
 #pragma unroll
-    for (int k = 0; k < kSize; ++k) {
-        const Vector16 columns = *reinterpret_cast<const Vector16*>(&right[k][right_column + column]);
+    for (int k = 0; k < kSize; k += 4) {
+        const Vector16 factors[2] = {four(left[row][left_column + k]), four(left[row + 1][left_column + k])};
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            const float value = left[row + r][left_column + k];
+        for (int i = 0; i < 4; ++i) {
+            const Vector16 columns = four(right[k + i][right_column + column]);
 #pragma unroll
-            for (int c = 0; c < 4; ++c) sums[r][c] = multiply_add(value, columns.values[c], sums[r][c]);
+            for (int r = 0; r < 2; ++r) {
+#pragma unroll
+                for (int c = 0; c < 4; ++c)
+                    sums[r][c] = multiply_add(factors[r].values[i], columns.values[c], sums[r][c]);
+            }
         }
     }
 }
@@ -156,7 +158,7 @@ __device__ __forceinline__ void split_inverse(SharedTiles& shared, int warp, int
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
             const int at = column + e;
-            const float factor = decays ? exponential(shared.log_decay[at]) * shared.beta[at] : shared.beta[at];
+            const float factor = decays ? shared.decayed_beta[at] : shared.beta[at];
             values[e] = at <= row ? shared.inverse[row][at] * factor : 0;
         }
         high[i] = pack(values[0], values[1]);
@@ -189,11 +191,8 @@ __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int token = warp * kSize + lane / 4 + r * 8;
-            if (token >= shared.chunk.num_tokens) continue;
-#pragma unroll
-            for (int n = 0; n < 2; ++n)
-                *reinterpret_cast<unsigned int*>(target + token * token_bytes + ((f + n) * 8 + lane % 4 * 2) * 2) =
-                    pack(sums[n][2 * r], sums[n][2 * r + 1]);
+            char* const row = token < shared.chunk.num_tokens ? target + token * token_bytes : nullptr;
+            store_row<true>(row, f * 8, kWidth, 2, sums, r, 1, lane);
         }
     }
 }
@@ -207,6 +206,8 @@ __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles&
     if (chunk.num_tokens == 0 || chunk.is_hidden) return;
     load(params, shared, block.head);
     __syncthreads();
+    if (threadIdx.x < kTokens)
+        shared.decayed_beta[threadIdx.x] = shared.beta[threadIdx.x] * exp2_approximate(shared.log_decay[threadIdx.x]);
     fill_a(shared, warp, lane);
     __syncwarp();
     invert_diagonal(shared, warp, lane);

@@ -43,8 +43,8 @@ __device__ __forceinline__ void find_chunk(const GatedParams& params, long long 
 }
 
 // Whether there is a state before a chunk: callers may have given too few.
-__device__ __forceinline__ bool has_state(const GatedParams& params, const Chunk& chunk) {
-    return chunk.index < params.num_chunks;
+__device__ __forceinline__ bool has_state(const GatedParams& params, long long chunk) {
+    return chunk < params.num_chunks;
 }
 
 // Address of a row of a chunk's token.

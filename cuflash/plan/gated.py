@@ -22,10 +22,11 @@ CHUNK_BYTES = 32
 """sizeof(Chunk) of gated/chunk.cuh."""
 ROW_TILE = 16
 """Rows of a block of gated_output.cu."""
-REGISTERS = 168
+REGISTERS = 128
 """Of a thread of gated_output_mma.cu, roughly."""
-WY_TOKENS, WY_THREADS = 64, 128
-"""Of a chunk of gated_wy.cu and gated_delta_mma.cu, and threads of a block."""
+RECURRENT_THREADS = 256
+WY_TOKENS, WY_THREADS, WALK_THREADS = 64, 128, 256
+"""Of a chunk of gated_wy.cu and gated_delta_mma.cu, and threads of a block of either."""
 
 
 class GatedTile(NamedTuple):
@@ -36,9 +37,11 @@ class GatedTile(NamedTuple):
     width: int
     """Features of v."""
     num_threads: int
+    stages: int = 1
+    """Buffers for chunks: with two, the next one arrives while one is computed."""
 
     def __str__(self) -> str:
-        return f"{self.tokens or 1}x{self.width}"
+        return f"{self.tokens or 1}x{self.width}" + (f"x{self.stages}" if self.stages > 1 else "")
 
 
 class GatedSpec(NamedTuple):
@@ -80,6 +83,7 @@ class GatedPreparation(NamedTuple):
 
     program: Program
     num_blocks: int
+    num_threads: int
 
 
 class GatedPlan(NamedTuple):
@@ -113,7 +117,7 @@ def _mma_bucket(head_dim: int) -> int:
 def _mma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     num_parts = 1 if traits.head_dim_v <= 128 else 2
     widths = (round_up(-(-traits.head_dim_v // num_parts), 32), 64, 32)
-    tiles = [GatedTile(traits.chunk_size, width, 2 * traits.chunk_size) for width in widths]
+    tiles = [GatedTile(traits.chunk_size, width, 4 * traits.chunk_size) for width in widths]
     return [tile for tile in tiles if _mma_shared_memory(traits, tile) <= device.shared_memory_per_block]
 
 
@@ -156,14 +160,15 @@ def _output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 
 
 def _delta_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 64)
+    return round_up(head_dim, 64 if head_dim <= 64 else 128)
 
 
 def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    widths = (16, 32, 64) if traits.head_dim <= 128 else (16, 32)  # as a thread's registers hold
-    tiles = [GatedTile(WY_TOKENS, width, WY_THREADS) for width in widths]
+    tiles = [GatedTile(WY_TOKENS, width, WALK_THREADS, stages) for stages in (2, 1) for width in (32, 64)]
     fitting = [tile for tile in tiles if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
-    return fitting if _wy_shared_memory(traits) <= device.shared_memory_per_block else []
+    most = max((tile.stages for tile in fitting), default=0)
+    fits = _wy_shared_memory(traits) <= device.shared_memory_per_block
+    return [tile for tile in fitting if tile.stages == most] if fits else []
 
 
 def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
@@ -171,6 +176,7 @@ def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macro
         ("HEAD_DIM", _delta_bucket(traits.head_dim)),
         ("HEAD_DIM_V", _delta_bucket(traits.head_dim_v)),
         ("VARLEN", int(traits.packed)),
+        ("STAGES", tile.stages),
     )
 
 
@@ -178,13 +184,14 @@ def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     bucket, size = _delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     narrow = tile.width + 8
     arriving = tile.tokens * (3 * (bucket + 8) + narrow)
-    return size * (2 * arriving + (bucket + 2 * tile.tokens) * narrow) + 4 * tile.tokens
+    shared = (bucket + 2 * tile.tokens) * narrow + tile.tokens * (tile.tokens + 8)
+    return size * (tile.stages * arriving + shared) + 4 * tile.tokens
 
 
 def _wy_shared_memory(traits: GatedTraits) -> int:
     size = WY_TOKENS * ITEMSIZE[traits.dtype]
     rows = size * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v) + 16)
-    floats = 2 * WY_TOKENS * (WY_TOKENS + 4) + WY_TOKENS * 20 + 2 * WY_TOKENS
+    floats = 2 * WY_TOKENS * (WY_TOKENS + 4) + WY_TOKENS * 20 + 3 * WY_TOKENS
     return rows + 4 * floats + CHUNK_BYTES
 
 
@@ -202,12 +209,11 @@ def _recurrent_bucket(head_dim: int) -> int:
 
 def _recurrent_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     bucket, size = _recurrent_bucket(traits.head_dim), ITEMSIZE[traits.computed]
-    num_threads = 256 if bucket * size > 1024 else 128
     # A thread holds 256 bytes of the state, and neighbouring features in a vector of 16.
-    columns = min(256 * num_threads // 32 // (bucket * size), 16 // size)
+    columns = min(256 * RECURRENT_THREADS // 32 // (bucket * size), 16 // size)
     while columns > 1 and 16 * columns >= traits.head_dim_v:
         columns //= 2
-    return [GatedTile(0, 32 * max(columns, 1), num_threads)]
+    return [GatedTile(0, 32 * columns, RECURRENT_THREADS)]
 
 
 def _recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
@@ -215,6 +221,7 @@ def _recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> M
         ("HEAD_DIM", _recurrent_bucket(traits.head_dim)),
         ("VARLEN", int(traits.packed)),
         ("SWAPPED_STATES", int(traits.swapped_states)),
+        ("MIN_BLOCKS", 2),
     )
 
 
@@ -297,9 +304,10 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
     if not spec.preparing:
         num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens else _num_walks(problem)) * num_parts
         return GatedPlan(program, tile, num_parts, num_blocks, None, 0)
-    macros = tuple((name, value) for name, value in program.macros if name != "BLOCK_N")
+    wanted = [(name, value) for name, value in program.macros if name not in ("BLOCK_N", "THREADS")]
+    macros = *wanted, ("THREADS", WY_THREADS)
     preparation = GatedPreparation(
-        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS)
+        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS), WY_THREADS
     )
     num_rows = problem.seqlen * (1 if traits.packed else problem.num_sequences) * problem.num_heads_v
     return GatedPlan(

@@ -62,8 +62,8 @@ class GatedEmulator:
         spans["transformed"] = begin, begin, begin + plan.workspace
         written = {"out", "final_state"}
         if plan.preparation is not None:
-            self._launch(problem, plan.preparation.program, 1, plan.preparation.num_blocks, plan.tile.num_threads,
-                         spans, {"transformed"})  # fmt: skip
+            made = plan.preparation
+            self._launch(problem, made.program, 1, made.num_blocks, made.num_threads, spans, {"transformed"})
         self._launch(problem, plan.program, plan.num_parts, plan.num_blocks, plan.tile.num_threads, spans, written)
         return (out, state) if final else out
 
