@@ -12,8 +12,8 @@
 
 #include "gated/load.cuh"
 #include "gated/sequence.cuh"
-#include "gated/steps.cuh"
 #include "gated/store.cuh"
+#include "ptx/exp2.cuh"
 
 namespace cuflash {
 
@@ -25,7 +25,7 @@ constexpr int kShares = kNumWarps * 16 / kTokens, kWarpFeatures = kBlockN / kSha
 constexpr int kStateShares = kSteps < kNumWarps ? kNumWarps / kSteps : 1;
 constexpr int kStateRows = kSteps * kStateShares / kNumWarps, kStateTiles = kBlockN / kStateShares / 8;
 
-static_assert(kTokens == 64 && kShares == 2, "a lane has two gates, two warps 16 tokens");
+static_assert(kTokens == 64 && kShares == 2, "two warps have 16 tokens");
 static_assert(kStateRows * kNumWarps == kSteps * kStateShares && kStateTiles % 2 == 0 && kFeatureTiles % 2 == 0);
 
 // What arrives of a chunk.
@@ -34,6 +34,7 @@ struct Arriving {
     alignas(16) Element k[kTokens][kPitch];
     alignas(16) Element w[kTokens][kPitch];
     alignas(16) Element u[kTokens][kPitchV];
+    TokenDecays decays[kTokens];  // behind the last token zeros, as all else
 };
 
 struct SharedTiles {
@@ -42,7 +43,6 @@ struct SharedTiles {
     alignas(16) Element weights[kTokens][kPitchP];
     alignas(16) Element values[kTokens][kPitchV];   // v'
     alignas(16) Element decayed[kTokens][kPitchV];  // exp(c_last - c_j) v'
-    alignas(8) float log_decay[kTokens];            // to base 2
 };
 
 using State = float[kStateRows][kStateTiles][4];
@@ -88,10 +88,9 @@ struct Walk {
         const long long stride = params.num_heads_v * kTransformedBytes;
         load_rows<kTokens, kHeadDim, true>(target.w, transformed, stride, 2, count, kHeadDim);
         load_rows<kTokens, kBlockN, true>(target.u, transformed + 2 * (kHeadDim + column), stride, 2, count, kBlockN);
-    }
-    __device__ __forceinline__ Gates load_gates(long long first) const {
-        return cuflash::load_gates(params, row(params.log_g, params.log_g_strides, first, block.head),
-                                   tokens.end - first);
+        if (threadIdx.x < kTokens)
+            cp_async_16(shared_address(&target.decays[threadIdx.x]),
+                        transformed + threadIdx.x * stride + 2 * (kHeadDim + kHeadDimV), threadIdx.x < count);
     }
 };
 
@@ -119,13 +118,13 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, Arriving& chunk, cons
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = warp.row + warp.of_tile(r);
-            const float later = shared.log_decay[row];
+            const float later = chunk.decays[row].log;
 #pragma unroll
             for (int n = 0; n < 2; ++n) {
                 const int key = first + n * 8 + warp.lane % 4 * 2;
-                const auto earlier = *reinterpret_cast<const Gates*>(&shared.log_decay[key]);
-                const float low = key <= row ? exp2_approximate(later - earlier.first) * scores[i][n][2 * r] : 0;
-                const float high = key < row ? exp2_approximate(later - earlier.second) * scores[i][n][2 * r + 1] : 0;
+                const float earlier[2] = {chunk.decays[key].log, chunk.decays[key + 1].log};
+                const float low = key <= row ? exp2_approximate(later - earlier[0]) * scores[i][n][2 * r] : 0;
+                const float high = key < row ? exp2_approximate(later - earlier[1]) * scores[i][n][2 * r + 1] : 0;
                 *reinterpret_cast<unsigned int*>(&shared.weights[row][key]) = pack(low, high);
             }
         }
@@ -152,11 +151,10 @@ __device__ __forceinline__ void multiply_state(SharedTiles& shared, Arriving& ch
             multiply(o[f], o[f + 1], queries, columns);
         }
     }
-    const float last = shared.log_decay[kTokens - 1];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const int token = warp.row + warp.of_tile(r);
-        const float decay = exp2_approximate(last - shared.log_decay[token]);
+        const float decay = chunk.decays[token].to_end;
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
             const int at = warp.feature + f * 8 + warp.lane % 4 * 2;
@@ -169,9 +167,9 @@ __device__ __forceinline__ void multiply_state(SharedTiles& shared, Arriving& ch
 }
 
 // o = exp(c) o + weights v', of the warp's tokens and features.
-__device__ __forceinline__ void accumulate(SharedTiles& shared, const Warp& warp, Output& o) {
+__device__ __forceinline__ void accumulate(SharedTiles& shared, const Arriving& chunk, const Warp& warp, Output& o) {
     const int first = warp.row + warp.of_tile(0);
-    const float decays[2] = {exp2_approximate(shared.log_decay[first]), exp2_approximate(shared.log_decay[first + 8])};
+    const float decays[2] = {chunk.decays[first].from_begin, chunk.decays[first + 8].from_begin};
 #pragma unroll
     for (int f = 0; f < kFeatureTiles; ++f) {
 #pragma unroll
@@ -195,7 +193,7 @@ __device__ __forceinline__ void accumulate(SharedTiles& shared, const Warp& warp
 
 // S = exp(c_last) S + K^T (exp(c_last - c) v'), of the warp's part of the state.
 __device__ __forceinline__ void update_state(SharedTiles& shared, Arriving& chunk, const Warp& warp, State& state) {
-    const float decay = exp2_approximate(shared.log_decay[kTokens - 1]);
+    const float decay = chunk.decays[0].of_chunk;
     const SharedAddress values = left_address(shared.decayed, warp.lane) + warp.state_column * 2;
 #pragma unroll
     for (int m = 0; m < kStateRows; ++m) {
@@ -266,18 +264,16 @@ __device__ __forceinline__ void store(const Walk& walk, long long first, const W
     }
 }
 
-// One chunk, of which everything but the state has arrived.
+// One chunk, of which everything has arrived.
 __device__ __forceinline__ void take_chunk(const Walk& walk, SharedTiles& shared, Arriving& chunk, long long first,
-                                           Gates gates, const Warp& warp, State& state) {
-    share_state(shared, warp, state);
-    if (threadIdx.x < 32) *reinterpret_cast<Gates*>(&shared.log_decay[warp.lane * 2]) = sum_gates(gates);
-    __syncthreads();
+                                           const Warp& warp, State& state) {
     Output o = {};
     multiply_state(shared, chunk, warp, o);
     weigh(shared, chunk, warp);
     __syncthreads();
     update_state(shared, chunk, warp, state);
-    accumulate(shared, warp, o);
+    share_state(shared, warp, state);
+    accumulate(shared, chunk, warp, o);
     store(walk, first, warp, static_cast<float>(walk.params.scale), o);
 }
 
@@ -296,23 +292,18 @@ __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTil
     if (params.initial_state != nullptr)
         for_each_element(walk, params.initial_state_strides, warp, state,
                          [&](long long at, float& value) { value = load_bits<float>(params.initial_state + at); });
-    Gates gates = {};
-    if (begin < end) {
-        walk.load(shared.stages[0], begin);
-        gates = walk.load_gates(begin);
-    }
+    share_state(shared, warp, state);
+    if (begin < end) walk.load(shared.stages[0], begin);
     int stage = 0;
 #pragma unroll 1
     for (long long first = begin; first < end; first += kTokens) {
         cp_async_wait();
-        __syncthreads();  // the chunk is there, and the last one is not looked at any more
+        __syncthreads();  // the chunk and the state are there, and the last chunk is not looked at any more
         Arriving& chunk = shared.stages[stage];
-        const Gates gates_here = gates;
         const long long next = first + kTokens;
-        if (next < end) gates = walk.load_gates(next);
         stage = (stage + 1) % kStages;
         if (kStages > 1 && next < end) walk.load(shared.stages[stage], next);
-        take_chunk(walk, shared, chunk, first, gates_here, warp, state);
+        take_chunk(walk, shared, chunk, first, warp, state);
         if (kStages == 1 && next < end) {
             __syncthreads();
             walk.load(chunk, next);

@@ -3,8 +3,8 @@
 //
 // Grid: one block per kBlockN features of one head of v of one chunk; chunks are counted over all sequences.
 //
-// Everything is read once, so the time is that of memory: a block asks for all that it needs at its beginning, and two
-// or more to a multiprocessor take turns with arithmetic. What arrives last is multiplied last.
+// Everything is read once, so the time is that of memory. Blocks ask for the state before they know which tokens are
+// their own, and several to a multiprocessor take turns with arithmetic: v takes the place of k, so that they fit.
 //
 // Warps: kShares of them own 16 rows of the chunk, whose weights stay in the registers of each, and its features of the
 // output.
@@ -27,14 +27,16 @@ static_assert(kThreads * 16 == 32 * kBlockM * kShares && kHeadDim % 16 == 0 && k
 
 struct SharedTiles {
     alignas(16) Element q[kBlockM][kPitch];
-    alignas(16) Element k[kBlockM][kPitch];
+    union {  // v arrives when k has been multiplied
+        alignas(16) Element k[kBlockM][kPitch];
+        alignas(16) Element v[kBlockM][kPitchV];
+    };
     alignas(16) Element state[kStateRows][kStateColumns + 8];
-    alignas(16) Element v[kBlockM][kPitchV];
-    float log_decay[kBlockM];  // to base 2
+    alignas(8) float log_decay[kBlockM];  // to base 2
     Chunk chunk;
 };
 
-using Weights = float[kKeyTiles][4];
+using Weights = unsigned int[kBlockM / 16][4];
 using Output = float[kFeatureTiles][4];
 
 // Asks for everything, in the order in which it is multiplied.
@@ -89,8 +91,9 @@ struct Loads {
     }
 };
 
-// weights = exp(c_i - c_j) (q_i.k_j) for keys up to the row's own, of the warp's rows. Behind them all is 0.
+// weights = exp(c_i - c_j) (q_i.k_j) for keys up to the row's own, of the group's rows, as a left operand.
 __device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, Weights& weights) {
+    float scores[kKeyTiles][4] = {};
     const SharedAddress q = left_address(shared.q + group * 16, lane), k = right_address(shared.k, lane);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -101,7 +104,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, 
             if (n > 2 * group) continue;
             Fragment keys;
             ldmatrix_x4(keys, k + n * 8 * kPitch * 2 + step * 32);
-            multiply(weights[n], weights[n + 1], queries, keys);
+            multiply(scores[n], scores[n + 1], queries, keys);
         }
     }
     const int first = group * 16 + lane / 4;
@@ -109,10 +112,14 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, 
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
         if (n > 2 * group + 1) continue;
+        const int key = n * 8 + lane % 4 * 2;
+        const auto earlier = *reinterpret_cast<const Gates*>(&shared.log_decay[key]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = first + i / 2 * 8, key = n * 8 + lane % 4 * 2 + i % 2;
-            weights[n][i] *= key <= row ? exp2_approximate(later[i / 2] - shared.log_decay[key]) : 0;
+        for (int r = 0; r < 2; ++r) {
+            const int row = first + r * 8;
+            const float low = key <= row ? exp2_approximate(later[r] - earlier.first) * scores[n][2 * r] : 0;
+            const float high = key < row ? exp2_approximate(later[r] - earlier.second) * scores[n][2 * r + 1] : 0;
+            weights[n / 2][n % 2 * 2 + r] = pack(low, high);
         }
     }
 }
@@ -151,17 +158,11 @@ __device__ __forceinline__ void accumulate(SharedTiles& shared, int group, int f
 #pragma unroll
     for (int step = 0; step < kBlockM / 16; ++step) {
         if (step > group) continue;
-        Fragment rounded;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const auto& tile = weights[2 * step + i / 2];
-            rounded[i] = pack(tile[i % 2 * 2], tile[i % 2 * 2 + 1]);
-        }
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; f += 2) {
             Fragment values;
             ldmatrix_x4_transposed(values, v + step * 16 * kPitchV * 2 + f * 16);
-            multiply(o[f], o[f + 1], rounded, values);
+            multiply(o[f], o[f + 1], weights[step], values);
         }
     }
 }
@@ -191,28 +192,26 @@ __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTi
     const int group = warp / kShares, first_feature = warp % kShares * kWarpFeatures;
     const Loads loads = {params, shared, block.head, column};
     loads.state(block.index);  // all that is known before the chunk is found
-    cp_async_commit();
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
     const Chunk& chunk = shared.chunk;
     if (chunk.num_tokens == 0) return cp_async_wait();
     loads.q_and_k();
-    cp_async_commit();
-    loads.v();
-    cp_async_commit();
     for (int token = threadIdx.x; token < kBlockM; token += kThreads) {
         const char* const gate = chunk_row(params.log_g, params.log_g_strides, chunk, token, block.head);
         const float log_decay = token < chunk.num_tokens ? load_float(gate, params.gate_dtype) : 0;
         // Behind a closed gate all are the least, between which nothing decays.
         shared.log_decay[token] = maximum(log_decay * kLog2e, -largest_finite());
     }
-    Weights weights = {};
-    Output o = {};
-    cp_async_wait_group<1>();
+    cp_async_wait();
     __syncthreads();
-    multiply_state(shared, group, first_feature, lane, o);
+    Weights weights;
     weigh(shared, group, lane, weights);
-    cp_async_wait_group<0>();
+    __syncthreads();
+    loads.v();
+    Output o = {};
+    multiply_state(shared, group, first_feature, lane, o);
+    cp_async_wait();
     __syncthreads();
     accumulate(shared, group, first_feature, lane, weights, o);
     store(params, chunk, block.head, column + first_feature, group * 16, lane, o);

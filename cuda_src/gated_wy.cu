@@ -1,6 +1,7 @@
 // What the chunks of the gated delta rule can compute without the state (the WY representation), for 16-bit floats on
 // sm_80 and newer: with A = strictly lower (beta_i exp(c_i - c_j) k_i.k_j) and T = (I + A)^-1,
-// w = T (beta exp(c) k) and u = T (beta v). They are what gated_delta_mma.cu reads instead of v and beta.
+// w = T (beta exp(c) k) and u = T (beta v). They are what gated_delta_mma.cu reads instead of v and beta, and the
+// decays of tokens instead of gates.
 //
 // Grid: one block per chunk of one head of v. Warps own 16 tokens each.
 //
@@ -215,6 +216,12 @@ __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles&
     invert_below(shared, warp, lane);
     char* const target =
         params.transformed + transformed_row(params, chunk.batch * params.seqlen + chunk.begin, block.head);
+    if (static_cast<int>(threadIdx.x) < chunk.num_tokens) {
+        const float log = shared.log_decay[threadIdx.x], last = shared.log_decay[kTokens - 1];
+        const TokenDecays decays = {log, exp2_approximate(log), exp2_approximate(last - log), exp2_approximate(last)};
+        char* const row = target + threadIdx.x * params.num_heads_v * kTransformedBytes;
+        *reinterpret_cast<TokenDecays*>(row + 2 * (kHeadDim + kHeadDimV)) = decays;
+    }
     transform<kHeadDim>(params, shared, shared.k, true, warp, lane, target);
     transform<kHeadDimV>(params, shared, shared.v, false, warp, lane, target + 2 * kHeadDim);
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "common/math.cuh"
-#include "common/segments.cuh"
 #include "gated/params.cuh"
 
 namespace cuflash {
@@ -16,29 +15,54 @@ struct Chunk {
     bool is_hidden;   // tokens of no sequence, whose output is 0
 };
 
+// Finds the chunk of packed sequences with a number, by a running sum over all sequences and the tokens before and
+// behind them. Boundaries that fall are raised to their predecessor, so that sequences are disjoint whatever the
+// values. Called by the 32 lanes of one warp together.
+__device__ __forceinline__ void find_packed_chunk(const GatedParams& params, long long index, Chunk& chunk) {
+    constexpr unsigned int kAllLanes = 0xffffffffu;
+    const int lane = threadIdx.x % 32, size = static_cast<int>(params.cu_seqlens_size);
+    const int num_tokens = static_cast<int>(params.seqlen);
+    int first_token = 0, chunks_before = 0;
+    for (long long first = 0; first < params.num_sequences + 2; first += 32) {
+        const long long i = first + lane;
+        int end = num_tokens;
+        if (i <= params.num_sequences) {
+            const long long value = load_integer(params.cu_seqlens + i * params.cu_seqlens_stride, size);
+            end = static_cast<int>(min(max(value, 0LL), params.seqlen));
+        }
+        for (int distance = 1; distance < 32; distance *= 2) end = max(end, __shfl_up_sync(kAllLanes, end, distance));
+        end = max(end, first_token);
+        int begin = __shfl_up_sync(kAllLanes, end, 1);
+        if (lane == 0) begin = first_token;
+        const int own = (end - begin + kBlockM - 1) / kBlockM;
+        int running = own;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(kAllLanes, running, distance);
+            if (lane >= distance) running += other;
+        }
+        const unsigned int owners = __ballot_sync(kAllLanes, index < chunks_before + running);
+        if (owners != 0) {
+            if (lane == __ffs(owners) - 1) {
+                const int at = begin + (static_cast<int>(index) - chunks_before - (running - own)) * kBlockM;
+                chunk = {index, 0, at, min(end - at, kBlockM), i == 0 || i > params.num_sequences};
+            }
+            return;
+        }
+        first_token = __shfl_sync(kAllLanes, end, 31);
+        chunks_before += __shfl_sync(kAllLanes, running, 31);
+    }
+    if (lane == 0) chunk = {index, 0, 0, 0, false};
+}
+
 // Called by the 32 lanes of one warp together; the block waits for it.
 __device__ __forceinline__ void find_chunk(const GatedParams& params, long long index, Chunk& chunk) {
-    const auto count = [](long long tokens) {
-        return static_cast<int>(min(max(tokens, 0LL), static_cast<long long>(kBlockM)));
-    };
     if constexpr (kVarlen) {
-        const PackedSequences packed = {params.cu_seqlens,
-                                        params.cu_seqlens_stride,
-                                        static_cast<int>(params.cu_seqlens_size),
-                                        params.num_sequences,
-                                        params.seqlen,
-                                        1};
-        if (threadIdx.x == 0) chunk = {index, 0, 0, 0, false};
-        __syncwarp();
-        Segment segment;
-        if (!find_segment(packed, index, segment)) return;
-        const long long begin = segment.begin + segment.tile * kBlockM;
-        const bool is_sequence = segment.index >= 0 && segment.index < params.num_sequences;
-        chunk = {index, 0, begin, count(segment.end - begin), !is_sequence};
+        find_packed_chunk(params, index, chunk);
     } else if (threadIdx.x == 0) {
-        const long long batch = divide(index, (params.seqlen + kBlockM - 1) / kBlockM);
-        const long long begin = index * kBlockM - batch * ((params.seqlen + kBlockM - 1) / kBlockM * kBlockM);
-        chunk = {index, batch, begin, count(params.seqlen - begin), false};
+        const long long chunks = (params.seqlen + kBlockM - 1) / kBlockM, batch = divide(index, chunks);
+        const long long begin = (index - batch * chunks) * kBlockM;
+        chunk = {index, batch, begin, static_cast<int>(min(params.seqlen - begin, static_cast<long long>(kBlockM))),
+                 false};
     }
 }
 

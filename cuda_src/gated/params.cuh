@@ -55,8 +55,16 @@ struct GatedParams {
     int beta_dtype;
 };
 
-// Rows of w and u, one behind the other, of each head of v of each token. They are padded as the tiles are.
-constexpr int kTransformedBytes = 2 * (kHeadDim + kHeadDimV);
+// Of each head of v of each token, one behind the other: rows of w and u, padded as the tiles are, and TokenDecays.
+constexpr int kTransformedBytes = 2 * (kHeadDim + kHeadDimV) + 16;
+
+// Of a token in its chunk.
+struct alignas(16) TokenDecays {
+    float log;         // c, to base 2
+    float from_begin;  // exp(c)
+    float to_end;      // exp(c_last - c)
+    float of_chunk;    // exp(c_last)
+};
 
 __device__ __forceinline__ long long transformed_row(const GatedParams& params, long long token, int head) {
     return (token * params.num_heads_v + head) * kTransformedBytes;

@@ -22,7 +22,7 @@ CHUNK_BYTES = 32
 """sizeof(Chunk) of gated/chunk.cuh."""
 ROW_TILE = 16
 """Rows of a block of gated_output.cu."""
-REGISTERS = 128
+REGISTERS = 80
 """Of a thread of gated_output_mma.cu, roughly."""
 RECURRENT_THREADS = 256
 WY_TOKENS, WY_THREADS, WALK_THREADS = 64, 128, 256
@@ -135,7 +135,7 @@ def _mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
 def _mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     bucket, size = _mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     rows, columns = (tile.width, bucket) if traits.swapped_states else (bucket, tile.width)
-    elements = 2 * tile.tokens * (bucket + 8) + rows * (columns + 8) + tile.tokens * (tile.width + 8)
+    elements = tile.tokens * (bucket + 8 + max(bucket, tile.width) + 8) + rows * (columns + 8)
     return round_up(size * elements + 4 * tile.tokens + CHUNK_BYTES, 16)
 
 
@@ -185,7 +185,7 @@ def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     narrow = tile.width + 8
     arriving = tile.tokens * (3 * (bucket + 8) + narrow)
     shared = (bucket + 2 * tile.tokens) * narrow + tile.tokens * (tile.tokens + 8)
-    return size * (tile.stages * arriving + shared) + 4 * tile.tokens
+    return size * (tile.stages * arriving + shared) + tile.stages * 16 * tile.tokens
 
 
 def _wy_shared_memory(traits: GatedTraits) -> int:
@@ -197,7 +197,7 @@ def _wy_shared_memory(traits: GatedTraits) -> int:
 
 def _row_bytes(traits: GatedTraits) -> int:
     """What gated_wy.cu makes of a token of a head."""
-    return ITEMSIZE[traits.dtype] * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v))
+    return ITEMSIZE[traits.dtype] * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v)) + 16
 
 
 # cuda_src/gated_recurrent.cu
