@@ -3,7 +3,7 @@
 // w = T (beta exp(c) k) and u = T (beta v). They are what gated_delta_mma.cu reads instead of v and beta, and the
 // decays of tokens instead of gates.
 //
-// Grid: one block per chunk of one head of v. Warps own 16 tokens each.
+// Grid: one block per chunk of one head of v. Two warps own 16 tokens: one computes their w, the other one u.
 //
 // T is computed in float: blocks of 16 x 16 on the diagonal by forward substitution, one for each warp, then those
 // below it, T_ij = -T_ii (sum over j <= k < i of A_ik T_kj). It is multiplied as the sum of two 16-bit matrices: where
@@ -18,7 +18,7 @@ namespace cuflash {
 constexpr int kTokens = kBlockM, kSize = 16, kNumBlocks = kTokens / kSize;
 constexpr int kPitch = kHeadDim + 8, kPitchV = kHeadDimV + 8;
 
-static_assert(kTokens == 64 && kThreads == 128, "a lane has two gates, a warp 16 tokens");
+static_assert(kTokens == 64 && kThreads == 256, "a lane has two gates, two warps 16 tokens");
 
 struct SharedTiles {
     alignas(16) Element k[kTokens][kPitch];
@@ -50,37 +50,39 @@ __device__ __forceinline__ void load(const GatedParams& params, SharedTiles& sha
     cp_async_wait();
 }
 
-// Rows of A of the warp, up to the diagonal block.
-__device__ __forceinline__ void fill_a(SharedTiles& shared, int warp, int lane) {
-    float products[kTokens / 8][4] = {};
-    const SharedAddress left = left_address(shared.k + warp * kSize, lane), right = right_address(shared.k, lane);
+// Rows of A of a group of two warps, up to the diagonal block: every other 16 columns for each warp.
+__device__ __forceinline__ void fill_a(SharedTiles& shared, int group, int share, int lane) {
+    float products[kNumBlocks / 2][2][4] = {};
+    const SharedAddress left = left_address(shared.k + group * kSize, lane), right = right_address(shared.k, lane);
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
         Fragment rows;
         ldmatrix_x4(rows, left + step * 32);
 #pragma unroll
-        for (int n = 0; n < kTokens / 8; n += 2) {
-            if (n > 2 * warp) continue;
+        for (int i = 0; i < kNumBlocks / 2; ++i) {
+            const int block = 2 * i + share;
+            if (block > group) continue;
             Fragment columns;
-            ldmatrix_x4(columns, right + n * 8 * kPitch * 2 + step * 32);
-            multiply(products[n], products[n + 1], rows, columns);
+            ldmatrix_x4(columns, right + block * kSize * kPitch * 2 + step * 32);
+            multiply(products[i][0], products[i][1], rows, columns);
         }
     }
 #pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n) {
-        if (n > 2 * warp + 1) continue;
+    for (int i = 0; i < kNumBlocks / 2; ++i) {
+        if (2 * i + share > group) continue;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = warp * kSize + lane / 4 + i / 2 * 8, column = n * 8 + lane % 4 * 2 + i % 2;
-            const float decay = column < row ? exp2_approximate(shared.log_decay[row] - shared.log_decay[column]) : 0;
-            shared.a[row][column] = column < row ? shared.beta[row] * decay * products[n][i] : 0;
+        for (int e = 0; e < 8; ++e) {
+            const int row = group * kSize + lane / 4 + e / 2 % 2 * 8;
+            const int column = (2 * i + share) * kSize + e / 4 * 8 + lane % 4 * 2 + e % 2;
+            const float decay = exp2_approximate(shared.log_decay[row] - shared.log_decay[column]);
+            shared.a[row][column] = column < row ? shared.beta[row] * decay * products[i][e / 4][e % 4] : 0;
         }
     }
 }
 
-// The inverse of the warp's block on the diagonal: a column in each lane, of the first half of them.
-__device__ __forceinline__ void invert_diagonal(SharedTiles& shared, int warp, int lane) {
-    const int first = warp * kSize;
+// The inverse of a block on the diagonal: a column in each lane, of the first half of them.
+__device__ __forceinline__ void invert_diagonal(SharedTiles& shared, int group, int lane) {
+    const int first = group * kSize;
     float column[kSize];
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
@@ -131,18 +133,18 @@ __device__ __forceinline__ void store_sums(float (*rows)[kPitchOf], int first_co
 }
 
 // Blocks below the diagonal, those nearest to it first, as others are made of them. Ends with a barrier.
-__device__ __forceinline__ void invert_below(SharedTiles& shared, int warp, int lane) {
+__device__ __forceinline__ void invert_below(SharedTiles& shared, int group, int share, int lane) {
 #pragma unroll 1
     for (int distance = 1; distance < kNumBlocks; ++distance) {
-        const int i = warp * kSize, j = i - distance * kSize;
-        if (j >= 0) {
+        const int i = group * kSize, j = i - distance * kSize;
+        if (share == 0 && j >= 0) {
             Sums sums = {};
 #pragma unroll 1
             for (int k = j; k < i; k += kSize) add_product(sums, shared.a + i, shared.inverse + k, k, j, lane);
-            store_sums(shared.products[warp], 0, lane, 1, sums);
+            store_sums(shared.products[group], 0, lane, 1, sums);
             __syncwarp();
             Sums block = {};
-            add_product(block, shared.inverse + i, shared.products[warp], i, 0, lane);
+            add_product(block, shared.inverse + i, shared.products[group], i, 0, lane);
             store_sums(shared.inverse + i, j, lane, -1, block);
         }
         __syncthreads();
@@ -150,11 +152,11 @@ __device__ __forceinline__ void invert_below(SharedTiles& shared, int warp, int 
 }
 
 // The warp's rows of T diag(factors), as the sum of two 16-bit matrices: a left operand.
-__device__ __forceinline__ void split_inverse(SharedTiles& shared, int warp, int lane, int step, bool decays,
+__device__ __forceinline__ void split_inverse(SharedTiles& shared, int group, int lane, int step, bool decays,
                                               Fragment& high, Fragment& low) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int row = warp * kSize + lane / 4 + i % 2 * 8, column = step * 16 + i / 2 * 8 + lane % 4 * 2;
+        const int row = group * kSize + lane / 4 + i % 2 * 8, column = step * 16 + i / 2 * 8 + lane % 4 * 2;
         float values[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
@@ -170,11 +172,11 @@ __device__ __forceinline__ void split_inverse(SharedTiles& shared, int warp, int
 // T diag(factors) rows -> `target`, of the warp's tokens, kWidth features each.
 template <int kWidth>
 __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles& shared, Element (*rows)[kWidth + 8],
-                                          bool decays, int warp, int lane, char* target) {
+                                          bool decays, int group, int lane, char* target) {
     Fragment high[kNumBlocks], low[kNumBlocks];
 #pragma unroll
     for (int step = 0; step < kNumBlocks; ++step) {
-        if (step <= warp) split_inverse(shared, warp, lane, step, decays, high[step], low[step]);
+        if (step <= group) split_inverse(shared, group, lane, step, decays, high[step], low[step]);
     }
     const SharedAddress right = left_address(rows, lane);
     const long long token_bytes = params.num_heads_v * kTransformedBytes;
@@ -183,7 +185,7 @@ __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles
         float sums[2][4] = {};
 #pragma unroll
         for (int step = 0; step < kNumBlocks; ++step) {
-            if (step > warp) continue;
+            if (step > group) continue;
             Fragment values;
             ldmatrix_x4_transposed(values, right + step * 16 * (kWidth + 8) * 2 + f * 16);
             multiply(sums[0], sums[1], low[step], values);
@@ -191,7 +193,7 @@ __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            const int token = warp * kSize + lane / 4 + r * 8;
+            const int token = group * kSize + lane / 4 + r * 8;
             char* const row = token < shared.chunk.num_tokens ? target + token * token_bytes : nullptr;
             store_row<true>(row, f * 8, kWidth, 2, sums, r, 1, lane);
         }
@@ -200,7 +202,7 @@ __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles
 
 __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / 2, share = warp % 2;
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
     const Chunk& chunk = shared.chunk;
@@ -209,11 +211,11 @@ __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles&
     __syncthreads();
     if (threadIdx.x < kTokens)
         shared.decayed_beta[threadIdx.x] = shared.beta[threadIdx.x] * exp2_approximate(shared.log_decay[threadIdx.x]);
-    fill_a(shared, warp, lane);
-    __syncwarp();
-    invert_diagonal(shared, warp, lane);
+    fill_a(shared, group, share, lane);
     __syncthreads();
-    invert_below(shared, warp, lane);
+    if (share == 0) invert_diagonal(shared, group, lane);
+    __syncthreads();
+    invert_below(shared, group, share, lane);
     char* const target =
         params.transformed + transformed_row(params, chunk.batch * params.seqlen + chunk.begin, block.head);
     if (static_cast<int>(threadIdx.x) < chunk.num_tokens) {
@@ -222,8 +224,8 @@ __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles&
         char* const row = target + threadIdx.x * params.num_heads_v * kTransformedBytes;
         *reinterpret_cast<TokenDecays*>(row + 2 * (kHeadDim + kHeadDimV)) = decays;
     }
-    transform<kHeadDim>(params, shared, shared.k, true, warp, lane, target);
-    transform<kHeadDimV>(params, shared, shared.v, false, warp, lane, target + 2 * kHeadDim);
+    if (share == 0) transform<kHeadDim>(params, shared, shared.k, true, group, lane, target);
+    else transform<kHeadDimV>(params, shared, shared.v, false, group, lane, target + 2 * kHeadDim);
 }
 
 }  // namespace cuflash

@@ -95,17 +95,17 @@ Step = tuple[Any, int, int, list[Part]]
 
 @lru_cache(maxsize=1024)
 def _steps(problem: GatedProblem, plan: GatedPlan, device_id: int) -> list[Step]:
-    launches = [(plan.program, plan.num_parts, plan.num_blocks, plan.tile.num_threads)]
+    launches = [(plan.program, plan.num_parts, plan.num_blocks)]
     if plan.preparation is not None:
-        launches.insert(0, (plan.preparation.program, 1, plan.preparation.num_blocks, plan.preparation.num_threads))
+        launches.insert(0, (plan.preparation.program, 1, plan.preparation.num_blocks))
     return [
         (
             kernel_function(program, device_id),
-            num_threads,
+            plan.tile.num_threads,
             program.shared_memory,
             gated_parts(problem, num_parts, num_blocks),
         )
-        for program, num_parts, num_blocks, num_threads in launches
+        for program, num_parts, num_blocks in launches
         if num_blocks
     ]
 

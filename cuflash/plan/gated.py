@@ -25,7 +25,7 @@ ROW_TILE = 16
 REGISTERS = 80
 """Of a thread of gated_output_mma.cu, roughly."""
 RECURRENT_THREADS = 256
-WY_TOKENS, WY_THREADS, WALK_THREADS = 64, 128, 256
+WY_TOKENS, WY_THREADS = 64, 256
 """Of a chunk of gated_wy.cu and gated_delta_mma.cu, and threads of a block of either."""
 
 
@@ -83,7 +83,6 @@ class GatedPreparation(NamedTuple):
 
     program: Program
     num_blocks: int
-    num_threads: int
 
 
 class GatedPlan(NamedTuple):
@@ -164,7 +163,7 @@ def _delta_bucket(head_dim: int) -> int:
 
 
 def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    tiles = [GatedTile(WY_TOKENS, width, WALK_THREADS, stages) for stages in (2, 1) for width in (32, 64)]
+    tiles = [GatedTile(WY_TOKENS, width, WY_THREADS, stages) for stages in (2, 1) for width in (32, 64)]
     fitting = [tile for tile in tiles if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
     most = max((tile.stages for tile in fitting), default=0)
     fits = _wy_shared_memory(traits) <= device.shared_memory_per_block
@@ -304,10 +303,12 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
     if not spec.preparing:
         num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens else _num_walks(problem)) * num_parts
         return GatedPlan(program, tile, num_parts, num_blocks, None, 0)
-    wanted = [(name, value) for name, value in program.macros if name not in ("BLOCK_N", "THREADS")]
-    macros = *wanted, ("THREADS", WY_THREADS)
+    unwanted = ("BLOCK_N", "STAGES")
+    wanted = tuple((name, value) for name, value in program.macros if name not in unwanted)
+    held = blocks_in_shared_memory(device, _wy_shared_memory(traits))
+    macros = *wanted, ("MIN_BLOCKS", max(1, min(held, 3)))
     preparation = GatedPreparation(
-        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS), WY_THREADS
+        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS)
     )
     num_rows = problem.seqlen * (1 if traits.packed else problem.num_sequences) * problem.num_heads_v
     return GatedPlan(

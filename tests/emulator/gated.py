@@ -63,7 +63,7 @@ class GatedEmulator:
         written = {"out", "final_state"}
         if plan.preparation is not None:
             made = plan.preparation
-            self._launch(problem, made.program, 1, made.num_blocks, made.num_threads, spans, {"transformed"})
+            self._launch(problem, made.program, 1, made.num_blocks, plan.tile.num_threads, spans, {"transformed"})
         self._launch(problem, plan.program, plan.num_parts, plan.num_blocks, plan.tile.num_threads, spans, written)
         return (out, state) if final else out
 
