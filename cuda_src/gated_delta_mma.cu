@@ -65,32 +65,37 @@ struct Warp {
     __device__ __forceinline__ int of_tile(int r) const { return lane / 4 + r * 8; }
 };
 
-// A block's place, and what it asks for.
+// Where the arrays of a chunk begin, which are stepped through: to multiply for each of them would take longer.
 struct Walk {
     const GatedParams& params;
-    GatedBlock block;
-    TokenRange tokens;
-    int head_k, column;
+    const char* q;
+    const char* k;
+    const char* transformed;
+    int column;
 
-    __device__ __forceinline__ long long batch() const { return kVarlen ? 0 : block.index; }
-    template <typename Byte>
-    __device__ __forceinline__ Byte* row(Byte* array, const TokenStrides& strides, long long token, int head) const {
-        return array + batch() * strides.batch + token * strides.token + head * strides.head;
+    __device__ __forceinline__ Walk(const GatedParams& params, const GatedBlock& block, long long batch,
+                                    long long token)
+        : params(params), column(block.part * kBlockN) {
+        const long long head_k = divide(block.head, params.group_size);
+        q = params.q + token_offset(params.q_strides, batch, token, head_k);
+        k = params.k + token_offset(params.k_strides, batch, token, head_k);
+        transformed = params.transformed + transformed_row(params, batch * params.seqlen + token, block.head);
     }
-    __device__ __forceinline__ void load(Arriving& target, long long first) const {
-        const long long count = tokens.end - first;
-        load_rows<kTokens, kHeadDim>(target.q, row(params.q, params.q_strides, first, head_k), params.q_strides.token,
-                                     params.q_strides.column, count, params.head_dim);
-        load_rows<kTokens, kHeadDim>(target.k, row(params.k, params.k_strides, first, head_k), params.k_strides.token,
-                                     params.k_strides.column, count, params.head_dim);
-        const char* const transformed =
-            params.transformed + transformed_row(params, batch() * params.seqlen + first, block.head);
+    // Asks for a chunk of which `num_tokens` are there, and steps on.
+    __device__ __forceinline__ void load(Arriving& target, long long num_tokens) {
         const long long stride = params.num_heads_v * kTransformedBytes;
-        load_rows<kTokens, kHeadDim, true>(target.w, transformed, stride, 2, count, kHeadDim);
-        load_rows<kTokens, kBlockN, true>(target.u, transformed + 2 * (kHeadDim + column), stride, 2, count, kBlockN);
+        load_rows<kTokens, kHeadDim>(target.q, q, params.q_strides.token, params.q_strides.column, num_tokens,
+                                     params.head_dim);
+        load_rows<kTokens, kHeadDim>(target.k, k, params.k_strides.token, params.k_strides.column, num_tokens,
+                                     params.head_dim);
+        load_rows<kTokens, kHeadDim, true>(target.w, transformed, stride, 2, num_tokens, kHeadDim);
+        load_rows<kTokens, kBlockN, true>(target.u, transformed + 2 * (kHeadDim + column), stride, 2, num_tokens,
+                                          kBlockN);
         if (threadIdx.x < kTokens)
             cp_async_16(shared_address(&target.decays[threadIdx.x]),
-                        transformed + threadIdx.x * stride + 2 * (kHeadDim + kHeadDimV), threadIdx.x < count);
+                        transformed + threadIdx.x * stride + 2 * (kHeadDim + kHeadDimV), threadIdx.x < num_tokens);
+        q += kTokens * params.q_strides.token, k += kTokens * params.k_strides.token;
+        transformed += kTokens * stride;
     }
 };
 
@@ -234,9 +239,10 @@ __device__ __forceinline__ void share_state(SharedTiles& shared, const Warp& war
 
 // Calls `visit(offset, value)` for each element of the lane's part of a head's state that is there.
 template <typename Visit>
-__device__ __forceinline__ void for_each_element(const Walk& walk, const StateStrides& strides, const Warp& warp,
-                                                 State& state, Visit visit) {
-    const long long head = walk.block.index * strides.index + walk.block.head * strides.head;
+__device__ __forceinline__ void for_each_element(const GatedParams& params, const GatedBlock& block,
+                                                 const StateStrides& strides, const Warp& warp, State& state,
+                                                 Visit visit) {
+    const long long head = block.index * strides.index + block.head * strides.head;
 #pragma unroll
     for (int m = 0; m < kStateRows; ++m) {
 #pragma unroll
@@ -244,73 +250,76 @@ __device__ __forceinline__ void for_each_element(const Walk& walk, const StateSt
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int row = warp.state_row + m * 16 + warp.of_tile(i / 2);
-                const int column = walk.column + warp.state_column + f * 8 + warp.lane % 4 * 2 + i % 2;
-                if (row < walk.params.head_dim && column < walk.params.head_dim_v)
+                const int column = block.part * kBlockN + warp.state_column + f * 8 + warp.lane % 4 * 2 + i % 2;
+                if (row < params.head_dim && column < params.head_dim_v)
                     visit(head + row * strides.row + column * strides.column, state[m][f][i]);
             }
         }
     }
 }
 
-__device__ __forceinline__ void store(const Walk& walk, long long first, const Warp& warp, float scale,
-                                      const Output& o) {
-    const GatedParams& params = walk.params;
+// `out` is where the warp's first row begins, of `num_tokens` that are left from there on.
+__device__ __forceinline__ void store(const GatedParams& params, char* out, long long num_tokens, int column,
+                                      const Warp& warp, float scale, const Output& o) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-        const long long token = first + warp.row + warp.of_tile(r);
-        char* const out = walk.row(params.out, params.out_strides, token, walk.block.head);
-        store_row<kVectorLoads>(token < walk.tokens.end ? out : nullptr, walk.column + warp.feature, params.head_dim_v,
-                                params.out_strides.column, o, r, scale, warp.lane);
+        const int token = warp.of_tile(r);
+        store_row<kVectorLoads>(token < num_tokens ? out + token * params.out_strides.token : nullptr,
+                                column + warp.feature, params.head_dim_v, params.out_strides.column, o, r, scale,
+                                warp.lane);
     }
 }
 
-// One chunk, of which everything has arrived.
-__device__ __forceinline__ void take_chunk(const Walk& walk, SharedTiles& shared, Arriving& chunk, long long first,
-                                           const Warp& warp, State& state) {
-    Output o = {};
+// One chunk, of which everything has arrived; o is what it adds to the output.
+__device__ __forceinline__ void take_chunk(SharedTiles& shared, Arriving& chunk, const Warp& warp, State& state,
+                                           Output& o) {
     multiply_state(shared, chunk, warp, o);
     weigh(shared, chunk, warp);
     __syncthreads();
     update_state(shared, chunk, warp, state);
     share_state(shared, warp, state);
     accumulate(shared, chunk, warp, o);
-    store(walk, first, warp, static_cast<float>(walk.params.scale), o);
 }
 
 __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const Warp warp(threadIdx.x / 32, threadIdx.x % 32);
-    const int head_k = static_cast<int>(divide(block.head, params.group_size));
-    const Walk walk = {params, block, tokens_of(params, block.index), head_k, block.part * kBlockN};
-    const long long begin = walk.tokens.begin, end = walk.tokens.end;
+    const TokenRange tokens = tokens_of(params, block.index);
+    const long long batch = kVarlen ? 0 : block.index;
+    Walk walk(params, block, batch, tokens.begin);
+    char* out = params.out + token_offset(params.out_strides, batch, tokens.begin + warp.row, block.head);
+    const long long out_step = kTokens * params.out_strides.token;
     if (block.index == params.num_sequences) {
         const Output zeros = {};
-        for (long long first = begin; first < end; first += kTokens) store(walk, first, warp, 1, zeros);
+        for (long long left = tokens.end - tokens.begin - warp.row; left > 0; left -= kTokens, out += out_step)
+            store(params, out, left, walk.column, warp, 1, zeros);
         return;
     }
     State state = {};
     if (params.initial_state != nullptr)
-        for_each_element(walk, params.initial_state_strides, warp, state,
+        for_each_element(params, block, params.initial_state_strides, warp, state,
                          [&](long long at, float& value) { value = load_bits<float>(params.initial_state + at); });
     share_state(shared, warp, state);
-    if (begin < end) walk.load(shared.stages[0], begin);
+    long long left = tokens.end - tokens.begin;
+    if (left > 0) walk.load(shared.stages[0], left);
     int stage = 0;
 #pragma unroll 1
-    for (long long first = begin; first < end; first += kTokens) {
+    for (; left > 0; left -= kTokens, out += out_step) {
         cp_async_wait();
         __syncthreads();  // the chunk and the state are there, and the last chunk is not looked at any more
         Arriving& chunk = shared.stages[stage];
-        const long long next = first + kTokens;
         stage = (stage + 1) % kStages;
-        if (kStages > 1 && next < end) walk.load(shared.stages[stage], next);
-        take_chunk(walk, shared, chunk, first, warp, state);
-        if (kStages == 1 && next < end) {
+        if (kStages > 1 && left > kTokens) walk.load(shared.stages[stage], left - kTokens);
+        Output o = {};
+        take_chunk(shared, chunk, warp, state, o);
+        store(params, out, left - warp.row, walk.column, warp, static_cast<float>(params.scale), o);
+        if (kStages == 1 && left > kTokens) {
             __syncthreads();
-            walk.load(chunk, next);
+            walk.load(chunk, left - kTokens);
         }
     }
     if (params.final_state != nullptr)
-        for_each_element(walk, params.final_state_strides, warp, state,
+        for_each_element(params, block, params.final_state_strides, warp, state,
                          [&](long long at, float value) { store_bits(params.final_state + at, value); });
 }
 

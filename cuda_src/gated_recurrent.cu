@@ -39,15 +39,12 @@ struct TokenPlace {
 
     __device__ __forceinline__ TokenPlace(const GatedParams& params, long long batch, long long token, int head) {
         const long long head_k = divide(head, params.group_size);
-        const auto at = [&](const TokenStrides& strides, long long which) {
-            return batch * strides.batch + token * strides.token + which * strides.head;
-        };
-        q = params.q + at(params.q_strides, head_k);
-        k = params.k + at(params.k_strides, head_k);
-        v = params.v + at(params.v_strides, head);
-        log_g = params.log_g + at(params.log_g_strides, head);
-        beta = params.beta + at(params.beta_strides, head);
-        out = params.out + at(params.out_strides, head);
+        q = params.q + token_offset(params.q_strides, batch, token, head_k);
+        k = params.k + token_offset(params.k_strides, batch, token, head_k);
+        v = params.v + token_offset(params.v_strides, batch, token, head);
+        log_g = params.log_g + token_offset(params.log_g_strides, batch, token, head);
+        beta = params.beta + token_offset(params.beta_strides, batch, token, head);
+        out = params.out + token_offset(params.out_strides, batch, token, head);
     }
     __device__ __forceinline__ void step(const GatedParams& params) {
         q += params.q_strides.token, k += params.k_strides.token, v += params.v_strides.token;

@@ -75,7 +75,7 @@ __device__ __forceinline__ bool has_state(const GatedParams& params, long long c
 template <typename Byte>
 __device__ __forceinline__ Byte* chunk_row(Byte* array, const TokenStrides& strides, const Chunk& chunk,
                                            long long token, long long head) {
-    return array + chunk.batch * strides.batch + (chunk.begin + token) * strides.token + head * strides.head;
+    return array + token_offset(strides, chunk.batch, chunk.begin + token, head);
 }
 
 // exp(later - earlier), of logarithms that fall from token to token. Behind a gate of 0 they are all -inf.

@@ -12,6 +12,11 @@ struct TokenStrides {
     long long batch, token, head, column;
 };
 
+__device__ __forceinline__ long long token_offset(const TokenStrides& strides, long long batch, long long token,
+                                                  long long head) {
+    return batch * strides.batch + token * strides.token + head * strides.head;
+}
+
 // The same of states: (sequence or chunk, head, feature of k, feature of v).
 struct StateStrides {
     long long index, head, row, column;
