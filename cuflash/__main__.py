@@ -14,8 +14,10 @@ from .dense import attention
 from .doctor import doctor
 from .explain import explain
 from .options import options
+from .plan.gated import GATED_KERNELS
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
+from .problem.describe_gated import MAX_GATED_HEAD_DIM
 from .varlen import attention_varlen
 
 
@@ -27,7 +29,7 @@ class _Array(NamedTuple):
 
 
 def _kernels() -> int:
-    """List the table of kernels."""
+    """List the tables of kernels."""
     for spec in KERNELS:
         print(f"{spec.name}: {spec.summary}")
         print(f"  operations  {', '.join(spec.operations)}")
@@ -36,6 +38,12 @@ def _kernels() -> int:
         print(f"  features    {', '.join(sorted(spec.features))}")
         only = ", ".join(str(capability / 10) for capability in spec.capabilities)
         print(f"  GPUs        compute capability {only or f'{spec.min_compute_capability / 10} and newer'}")
+    for gated in GATED_KERNELS:
+        print(f"{gated.name}: {gated.summary}")
+        print(f"  operations  {', '.join(gated.operations)}")
+        print(f"  dtypes      {', '.join(gated.dtypes)}")
+        print(f"  head_dim    1 to {MAX_GATED_HEAD_DIM}")
+        print(f"  GPUs        compute capability {gated.min_compute_capability / 10} and newer")
     print("cpu: NumPy arrays, every feature")
     return 0
 

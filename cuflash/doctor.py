@@ -15,6 +15,7 @@ from .dense import attention
 from .gpu.compile import source_digest
 from .gpu.installed import driver_installed
 from .options import options
+from .plan.gated import GATED_KERNELS
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
 from .settings import KNOBS, num_threads, read, settings, unknown
@@ -114,7 +115,7 @@ def _show_config(gpus: _Gpus) -> None:
     for line in gpus.lines:
         print(line)
     print("kernels:")
-    for spec in KERNELS:
+    for spec in (*KERNELS, *GATED_KERNELS):
         print(f"  {spec.name}: {spec.summary}")
     print("settings:")
     for knob in KNOBS:

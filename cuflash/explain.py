@@ -12,25 +12,39 @@ import numpy as np
 from .cpu.execute import check_settings
 from .dense import attention
 from .explanation import Explanation
+from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
 from .gpu.compile import KernelCompileError, compile_offline, kernel_function
 from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
 from .lse import attention_lse
+from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
 from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from .problem.describe_gated import (
+    describe_chunk_gated_delta_rule,
+    describe_chunk_gated_output,
+    describe_recurrent_gated_delta_rule,
+)
+from .problem.gated import GatedProblem
 from .problem.problem import ARRAYS, Problem
 from .problem.signatures import check_options
-from .settings import num_threads, settings
+from .settings import Settings, num_threads, settings
 from .varlen import attention_varlen
 
 _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
     attention_lse: describe_attention_lse,
     attention_varlen: describe_varlen,
+    chunk_gated_delta_rule: describe_chunk_gated_delta_rule,
+    chunk_gated_output: describe_chunk_gated_output,
+    recurrent_gated_delta_rule: describe_recurrent_gated_delta_rule,
 }
-_ARRAYS = (*ARRAYS, "workspace")
+_NAMES = [function.__name__ for function in _DESCRIBE]
+_FUNCTIONS = f"cuflash.{', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
+_GATED_ARRAYS = ("v_new", "h", "log_g_cumsum", "cu_seqlens", "log_g", "beta", "initial_state", "state")
+_ARRAYS = (*ARRAYS, "workspace", *_GATED_ARRAYS)
 
 
 def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:
@@ -39,7 +53,8 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     Parameters
     ----------
     function : callable
-        `attention`, `attention_lse` or `attention_varlen`.
+        `attention`, `attention_lse`, `attention_varlen`, `chunk_gated_delta_rule`, `chunk_gated_output` or
+        `recurrent_gated_delta_rule`.
     *args, **options
         The call's arguments. Arrays may be stand-ins: any objects with ``shape`` and ``dtype``, and ``strides`` (bytes)
         where they are not C-contiguous.
@@ -69,10 +84,10 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     if gpu is None:
         check_settings(chosen)
         return Explanation(problem, CPU_KERNEL, "", None, None, 0, num_threads(), 0, 0, None, None, ())
-    plan = make_plan(problem, gpu, chosen)
+    plan = _plan(problem, gpu, chosen)
     registers, spills = _resources(plan, gpu)
     ahead = []
-    for name, reason in refusals(problem.traits, gpu):
+    for name, reason in _refusals(problem, gpu):
         if name == plan.kernel:
             break
         another = "options(kernel=...) chose another" if chosen.kernel else "expected to take longer at these lengths"
@@ -89,7 +104,8 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     Parameters
     ----------
     function : callable
-        `attention`, `attention_lse` or `attention_varlen`.
+        `attention`, `attention_lse`, `attention_varlen`, `chunk_gated_delta_rule`, `chunk_gated_output` or
+        `recurrent_gated_delta_rule`.
     *args, **options
         The call's arguments; arrays may be stand-ins as in `explain`, and are then taken to be on the current GPU.
         Calls on NumPy arrays need no compilation.
@@ -103,24 +119,37 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     """
     problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
-        plan = make_plan(problem, gpu, settings())
+        plan = _plan(problem, gpu, settings())
         kernel_function(plan.program, device_id)
         if plan.preparation is not None:
             kernel_function(plan.preparation.program, device_id)
-        if plan.num_splits > 1:
+        if isinstance(problem, Problem) and isinstance(plan, Plan) and plan.num_splits > 1:
             kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
+
+
+def _plan(problem: Problem | GatedProblem, device: Device, chosen: Settings) -> Plan | GatedPlan:
+    if isinstance(problem, GatedProblem):
+        return make_gated_plan(problem, device, chosen)
+    return make_plan(problem, device, chosen)
+
+
+def _refusals(problem: Problem | GatedProblem, device: Device) -> list[tuple[str, str | None]]:
+    """Rows of the problem's table with the reason why each does not serve it, None where it does."""
+    if isinstance(problem, GatedProblem):
+        return gated_refusals(problem.traits, device)
+    return refusals(problem.traits, device)
 
 
 def _describe(
     caller: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], capability: int | None
-) -> tuple[Problem, Device | None, int]:
+) -> tuple[Problem | GatedProblem, Device | None, int]:
     """Return the problem, the GPU (None: the CPU) and its number of a call with real arrays or stand-ins."""
     describe = _DESCRIBE.get(function) if callable(function) else None
     if describe is None:
         got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
         raise TypeError(
-            f"function is {got}, expected cuflash.attention, attention_lse or attention_varlen, before the arguments "
-            f"of the call: {caller}(cuflash.attention, q, k, v, ...)"
+            f"function is {got}, expected {_FUNCTIONS}, before the arguments of the call: "
+            f"{caller}(cuflash.attention, q, k, v, ...)"
         )
     if capability is not None and (
         not isinstance(capability, int) or isinstance(capability, bool) or not 50 <= capability < 1000
@@ -158,7 +187,7 @@ def _device_number(x: Any) -> int:
     return arrays.inspect("q", x).device
 
 
-def _resources(plan: Plan, device: Device) -> tuple[int | None, int | None]:
+def _resources(plan: Plan | GatedPlan, device: Device) -> tuple[int | None, int | None]:
     """Registers and spilled bytes; None where the call launches nothing, or where no compiler knows the device."""
     if plan.num_blocks == 0:
         return None, None

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .gpu.compile import entry_text
+from .plan.gated import GatedPlan
 from .plan.plan import Plan
 from .plan.table import Device
+from .problem.gated import GatedProblem
 from .problem.problem import Problem
 
 
@@ -14,15 +16,15 @@ from .problem.problem import Problem
 class Explanation:
     """Which kernel serves a call, and why; `print` it."""
 
-    problem: Problem
+    problem: Problem | GatedProblem
     """The call, without its data."""
     kernel: str
     """Name of the kernel; `"cpu"` for the NumPy back end."""
     tile: str
-    """Rows x keys of a tile; empty for the NumPy back end."""
+    """Rows x keys of a tile, or tokens x features of v; empty for the NumPy back end."""
     device: Device | None
     """The GPU; None for the NumPy back end."""
-    plan: Plan | None
+    plan: Plan | GatedPlan | None
     """Everything that the launch needs; None for the NumPy back end."""
     num_blocks: int
     num_threads: int
@@ -54,18 +56,21 @@ def _lines_of_cpu(found: Explanation) -> list[str]:
 
 
 def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
-    splits = ""
-    if found.plan and found.plan.num_splits > 1:
-        splits = f": {found.plan.num_splits} splits of the keys for each tile, merged by a second kernel"
-    if found.plan and found.plan.preparation:
-        splits += f"; keys and values are made ready by {found.plan.preparation.program.kernel}, once"
+    plan, beside = found.plan, ""
+    tile, made_ready = "rows x keys", "keys and values"
+    if isinstance(plan, GatedPlan):
+        tile, made_ready = "tokens x features of v", "chunks"
+    if isinstance(plan, Plan) and plan.num_splits > 1:
+        beside = f": {plan.num_splits} splits of the keys for each tile, merged by a second kernel"
+    if plan and plan.preparation:
+        beside += f"; {made_ready} are made ready by {plan.preparation.program.kernel}, once"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"
     if found.registers is not None:
         registers = f"{found.registers} per thread, {found.spill_bytes} bytes spilled"
     return [
         f"  kernel         {found.kernel} for {device.arch}",
-        f"  tile           {found.tile} (rows x keys), {found.num_threads} threads",
-        f"  grid           {found.num_blocks} blocks{splits}",
+        f"  tile           {found.tile} ({tile}), {found.num_threads} threads",
+        f"  grid           {found.num_blocks} blocks{beside}",
         f"  shared memory  {found.shared_memory} of {device.shared_memory_per_block} bytes per block",
         f"  registers      {registers}",
         f"  workspace      {found.workspace} bytes",

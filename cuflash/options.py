@@ -6,7 +6,7 @@ import re
 from contextvars import ContextVar
 from types import TracebackType
 
-from .plan.table import kernel_names
+from .plan.names import kernel_names
 from .settings import ENVIRONMENT, Settings, current, num_threads, read
 
 _OPEN: ContextVar[tuple[options, ...]] = ContextVar("cuflash_options_open", default=())

@@ -75,6 +75,7 @@ def _has_its_turn(item: pytest.Item) -> bool:
     marker = item.get_closest_marker("share")
     if marker is None:
         return True
+    from cuflash.plan.gated import GATED_KERNELS
     from cuflash.plan.table import KERNELS
 
     # Kernels that take the same case take turns, and so does what is parametrised by `turn`.
@@ -83,7 +84,7 @@ def _has_its_turn(item: pytest.Item) -> bool:
         return _in_turn(item.originalname, marker.args[0], params["turn"])
     if "spec" in params:
         spec = params["spec"]
-        return _in_turn(item.nodeid.replace(spec.name, ""), marker.args[0], KERNELS.index(spec))
+        return _in_turn(item.nodeid.replace(spec.name, ""), marker.args[0], (*KERNELS, *GATED_KERNELS).index(spec))
     return _in_turn(item.nodeid, marker.args[0])
 
 
@@ -109,16 +110,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if lacking:
         missing = "; ".join(sorted({reason.removeprefix(NO_GPU) for reason in lacking}))
         terminalreporter.write_line(f"{len(lacking)} tests were skipped for lack of a GPU: {missing}", yellow=True)
-    from cuflash.plan.table import KERNELS
+    from cuflash.plan.names import kernel_names
 
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     seconds: dict[str, float] = defaultdict(float)
     for report in reports:
         name, duration = getattr(report, "nodeid", ""), getattr(report, "duration", 0.0)
         seconds[name.removeprefix("tests/").partition("/")[0]] += duration
-        for spec in KERNELS:
-            if spec.name in name:
-                seconds[spec.name] += duration
+        for kernel in kernel_names()[:-1]:
+            if kernel in name:
+                seconds[kernel] += duration
     taken = ", ".join(f"{name} {time:.0f}" for name, time in sorted(seconds.items()) if time >= 10)
     if taken:
         terminalreporter.write_line(f"seconds by folder, and of tests named for a kernel: {taken}")

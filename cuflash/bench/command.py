@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
-from ..plan.table import kernel_names
+from ..plan.table import CPU_KERNEL, KERNELS
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.describe import describe_attention
 from ..settings import num_threads
@@ -105,7 +105,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("gpu", "numpy"), help="default: gpu if there is one")
     parser.add_argument("--quick", action="store_true", help="a few problems, three repeats, 30 seconds in all")
     parser.add_argument("--group", nargs="+", choices=(*GROUPS, OVERHEADS, ACCURACY), help="parts of the table")
-    parser.add_argument("--kernel", default="", choices=(*kernel_names(), "all"), help="default: automatic choice")
+    kernels = (*(spec.name for spec in KERNELS), CPU_KERNEL, "all")
+    parser.add_argument("--kernel", default="", choices=kernels, help="default: automatic choice")
     parser.add_argument("--tile", default="", help="such as 64x64; default: automatic choice")
     parser.add_argument(
         "--repeats", type=_positive, help="timed runs, of which the median counts, fewer if they are slow; default: 9"

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
+from ..problem.gated import GatedProblem
 from ..problem.problem import ARRAYS, Problem, result_rows, shapes_of
 from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
@@ -55,7 +56,7 @@ class HostCall:
         """Compute; `arrays` are q, k, v and the other ones of `dense.attention`."""
         problem, chosen = self._problem, settings()
         if chosen != AUTOMATIC:
-            _announce(problem, chosen)
+            announce(problem, chosen)
         if out is None and lse is None and self._new_out is not None:
             out = np.empty(*self._new_out)
         else:
@@ -94,7 +95,7 @@ def execute_on_host(
     problem: Problem, infos: dict[str, ArrayInfo], key: Any, chosen: Settings, out: Any, lse: Any
 ) -> Any:
     """Compute a problem of NumPy arrays; `out` and `lse` are the caller's own objects, which are returned if given."""
-    _announce(problem, chosen)
+    announce(problem, chosen)
     rows, traits = result_rows(problem), problem.traits
     arrays = _inputs(problem, infos)
     new_out, new_lse = _results(problem, rows, out, lse)
@@ -118,7 +119,8 @@ def execute_on_host(
     return _returned(problem, out, lse)
 
 
-def _announce(problem: Problem, chosen: Settings) -> None:
+def announce(problem: Problem | GatedProblem, chosen: Settings) -> None:
+    """Check what `options()` chose for a call and print what it asks for, before anything is computed."""
     check_settings(chosen)
     if chosen.log:
         print(f"cuflash: {problem} -> {CPU_KERNEL}", file=sys.stderr)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.arrays import DTYPES, ArrayInfo
 from ..problem.gated import GatedProblem
-from ..settings import num_threads
+from ..settings import num_threads, settings
 from .chunks import (
     Array,
     Gathered,
@@ -33,7 +33,7 @@ from .chunks import (
     solve,
     split,
 )
-from .execute import allocate
+from .execute import allocate, announce
 from .threads import run_on_threads
 
 STEP_COST = 2**22
@@ -46,6 +46,7 @@ STATE_SIZE = 2**17
 
 def execute_gated_on_host(problem: GatedProblem, infos: dict[str, ArrayInfo], out: Any, final: bool) -> Any:
     """Compute a checked problem of NumPy arrays; `out` is the caller's own object, which is returned if given."""
+    announce(problem, settings())
     traits = problem.traits
     dtype = DTYPES[traits.computed]
     result = allocate(infos["v"].shape, traits.dtype, problem.strides.out) if out is None else out

@@ -15,7 +15,7 @@ from ..problem.gated import GatedProblem, GatedTraits
 from ..settings import Settings
 from .features import Macros
 from .plan import Program
-from .table import CPU_KERNEL, kernel_names
+from .table import choose_row
 from .tiles import Device, blocks_in_shared_memory, round_up
 
 CHUNK_BYTES = 32
@@ -103,7 +103,11 @@ class GatedPlan(NamedTuple):
         return self.program.kernel
 
     def __str__(self) -> str:
-        return f"{self.kernel} {self.tile}, {self.num_blocks} blocks of {self.tile.num_threads} threads"
+        workspace = f" ({self.workspace} bytes of workspace)" if self.workspace else ""
+        return (
+            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
+            f"{workspace}, {self.program.shared_memory} bytes of shared memory"
+        )
 
 
 # cuda_src/gated_output_mma.cu
@@ -289,7 +293,7 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
         `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
     traits = problem.traits
-    spec = _choose(traits, device, settings)
+    spec = choose_row(GATED_KERNELS, traits, device, settings)
     tiles = spec.tiles(traits, device)
     if settings.tile:
         named = [tile for tile in tiles if str(tile) == settings.tile]
@@ -322,20 +326,9 @@ def _time(problem: GatedProblem, tile: GatedTile, device: Device) -> float:
     return -(-blocks // device.num_multiprocessors) * (1 + tile.width / 64)
 
 
-def _choose(traits: GatedTraits, device: Device, settings: Settings) -> GatedSpec:
-    if not settings.kernel:
-        return next(spec for spec in GATED_KERNELS if spec.refusal(traits, device) is None)
-    if settings.kernel == CPU_KERNEL:
-        raise ValueError("kernel 'cpu' cannot serve this call: it computes NumPy arrays, these are on a GPU")
-    for spec in GATED_KERNELS:
-        if spec.name == settings.kernel:
-            reason = spec.refusal(traits, device)
-            if reason is not None:
-                raise ValueError(f"kernel {spec.name!r} cannot serve this call: {reason}")
-            return spec
-    if settings.kernel in kernel_names():
-        raise ValueError(f"kernel {settings.kernel!r} cannot serve this call: does not implement {traits.op}")
-    raise ValueError(f"kernel is {settings.kernel!r}, expected one of {', '.join(kernel_names())}")
+def gated_refusals(traits: GatedTraits, device: Device) -> list[tuple[str, str | None]]:
+    """Every row for the operation with the reason why it does not serve such problems, None where it does."""
+    return [(spec.name, spec.refusal(traits, device)) for spec in GATED_KERNELS if traits.op in spec.operations]
 
 
 def _num_chunks(problem: GatedProblem, tokens: int) -> int:
@@ -354,7 +347,7 @@ def _num_walks(problem: GatedProblem) -> int:
 
 def _program(spec: GatedSpec, traits: GatedTraits, tile: GatedTile, device: Device) -> Program:
     alignment = min(traits.input_alignment, traits.result_alignment)
-    macros = (
+    macros: Macros = (
         ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
         ("BLOCK_M", tile.tokens or WY_TOKENS),
         ("BLOCK_N", tile.width),

@@ -28,7 +28,7 @@ from .cost import (
 )
 from .features import Macros, feature_macros
 from .partial import partial_of, partial_results, partial_traits
-from .table import CPU_KERNEL, KERNELS, Device, KernelSpec, Tile, kernel_names
+from .table import KERNELS, Device, KernelSpec, Tile, choose_row
 from .tiles import PREPARING, round_up
 
 MAX_GRID = 2**31 - 1
@@ -194,7 +194,7 @@ def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Buil
     if builds is None:
         if len(_builds) >= CACHE_SIZE:
             _builds.clear()
-        specs = [choose_kernel(traits, device, settings)]
+        specs = [choose_row(KERNELS, traits, device, settings)]
         if specs[0].yields and not settings.kernel and not settings.tile:
             later = KERNELS[KERNELS.index(specs[0]) + 1 :]
             specs += [spec for spec in later if spec.refusal(traits, device) is None]
@@ -289,21 +289,6 @@ def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: 
         return max(lengths.num_planes, 1)
     num_bytes = problem.seqlen_k * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
     return max(1, CACHED_BYTES // max(num_bytes, 1)) * (lengths.group_size // packed_heads)
-
-
-def choose_kernel(traits: Traits, device: Device, settings: Settings) -> KernelSpec:
-    """First row of the table that accepts, or the one that the settings name."""
-    if not settings.kernel:
-        return next(spec for spec in KERNELS if spec.refusal(traits, device) is None)
-    if settings.kernel == CPU_KERNEL:
-        raise ValueError("kernel 'cpu' cannot serve this call: it computes NumPy arrays, these are on a GPU")
-    for spec in KERNELS:
-        if spec.name == settings.kernel:
-            reason = spec.refusal(traits, device)
-            if reason is not None:
-                raise ValueError(f"kernel {spec.name!r} cannot serve this call: {reason}")
-            return spec
-    raise ValueError(f"kernel is {settings.kernel!r}, expected one of {', '.join(kernel_names())}")
 
 
 def refusals(traits: Traits, device: Device) -> list[tuple[str, str | None]]:

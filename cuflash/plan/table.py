@@ -6,11 +6,12 @@ accepts the traits of a problem serves it, unless it yields to a later one. The 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.problem import Traits
+from ..settings import Settings
 from .cost import Cost
 from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
@@ -231,6 +232,25 @@ HELPERS = ("merge",)
 """Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
 
 
-def kernel_names() -> list[str]:
-    """Names that `options(kernel=...)` takes."""
-    return [spec.name for spec in KERNELS] + [CPU_KERNEL]
+class _Row(Protocol):
+    @property
+    def name(self) -> str: ...
+    def refusal(self, traits: Any, device: Device) -> str | None: ...
+
+
+Row = TypeVar("Row", bound=_Row)
+
+
+def choose_row(rows: Sequence[Row], traits: Any, device: Device, settings: Settings) -> Row:
+    """First row of a table that accepts, or the one that the settings name; a ValueError says why that can't serve."""
+    if not settings.kernel:
+        return next(spec for spec in rows if spec.refusal(traits, device) is None)
+    reason: str | None = f"does not implement {traits.op}"
+    if settings.kernel == CPU_KERNEL:
+        reason = "it computes NumPy arrays, these are on a GPU"
+    for spec in rows:
+        if spec.name == settings.kernel:
+            reason = spec.refusal(traits, device)
+            if reason is None:
+                return spec
+    raise ValueError(f"kernel {settings.kernel!r} cannot serve this call: {reason}")

@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 
 from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, contiguous_strides, inspect, strides_like
-from .checks import check_boundaries, check_result, parse_flag, parse_integer, parse_scale, same_device
+from .checks import (
+    MAX_HEADS_ON_GPU,
+    check_boundaries,
+    check_result,
+    parse_flag,
+    parse_integer,
+    parse_scale,
+    same_device,
+)
 from .gated import GATED_ARRAYS, GatedProblem, GatedStrides, GatedTraits
 from .problem import alignment_of
 
@@ -163,6 +171,8 @@ def _operands(axes: str, **arrays: Any) -> dict[str, ArrayInfo]:
         raise ValueError(f"k has {k.shape[-2]} heads but q has {num_heads}")
     if num_heads_v % num_heads if num_heads else num_heads_v:
         raise ValueError(f"{names[2]} has {num_heads_v} heads, expected a multiple of the {num_heads} heads of q and k")
+    if num_heads_v > MAX_HEADS_ON_GPU and q.device != HOST:
+        raise ValueError(f"{names[2]} has {num_heads_v} heads, expected at most {MAX_HEADS_ON_GPU} on a GPU")
     return infos
 
 

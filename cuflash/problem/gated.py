@@ -85,3 +85,21 @@ class GatedProblem(NamedTuple):
     strides: GatedStrides
     cu_seqlens_dtype: str
     """"" where there are none."""
+
+    def __str__(self) -> str:
+        traits = self.traits
+        recurrent = traits.op == "recurrent_gated_delta_rule"
+        other_dim = traits.head_dim_v != traits.head_dim
+        parts = [
+            f"{traits.op} {traits.dtype}",
+            f"packed sequences {self.num_sequences}" if traits.packed else f"batch {self.num_sequences}",
+            f"heads {self.num_heads}/{self.num_heads_v}, tokens {self.seqlen}",
+            f"head_dim {traits.head_dim}" + (f"/{traits.head_dim_v}" if other_dim else ""),
+        ]
+        if traits.chunk_size:
+            parts.append(f"chunks of {traits.chunk_size}")
+        if self.strides.states is not None:
+            parts.append(f"states {traits.state_dtype}")
+        if not recurrent:
+            parts += [name for name in ("initial_state", "final_state") if getattr(self.strides, name) is not None]
+        return ", ".join(parts)

@@ -201,10 +201,13 @@ def explains_unknown_options(function: Function) -> Function:
 
 
 def check_options(function: str, given: Iterable[str]) -> None:
-    """Raise a TypeError that helps with the first of the options that a public function does not have."""
-    known = _parameters[function]
+    """Raise a TypeError that helps with the first of the options that a public function does not have.
+
+    Only of those that explain unknown ones; Python itself refuses them for others.
+    """
+    known = _parameters.get(function)
     for name in given:
-        if name not in known:
+        if known is not None and name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {_hint(name, known)}")
 
 

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
+from gated_cases import (
+    BOUNDARIES,
+    DTYPES,
+    KINDS,
+    LAYOUTS,
+    TOKENS,
+    Arrays,
+    Shape,
+    assert_close,
+    computed_dtype,
+    draw,
+    draw_output,
+    draw_packed,
+    gates_of_kind,
+    naive,
+    poisoned,
+    without_rest,
+)
 from scipy.linalg import solve_triangular
 
 import cuflash
@@ -18,11 +34,7 @@ from cuflash.cpu import chunks as cpu_chunks
 from cuflash.cpu import gated as cpu
 from cuflash.testing import Poisoned
 
-Arrays = dict[str, np.ndarray]
-DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)]
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)
-LAYOUTS = ("contiguous", "swapped", "transposed", "reversed", "gaps", "every_second", "odd_bytes")
-TOKENS = ("q", "k", "v", "log_g", "beta")
 # batch, tokens, heads of q and k, heads of v, features of k, features of v
 SHAPES = [
     (1, 1, 1, 1, 1, 1),
@@ -33,7 +45,6 @@ SHAPES = [
     (2, 33, 4, 4, 7, 256),
     (1, 40, 1, 1, 256, 16),
 ]
-Shape = tuple[int, int, int, int, int, int]
 
 
 @pytest.fixture
@@ -46,115 +57,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def _computed(dtype: Any) -> Any:
-    return np.float64 if dtype == np.float64 else np.float32
-
-
-def _draw(shape: Shape, dtype: Any, seed: int = 0, num_states: int | None = None) -> Arrays:
-    """Draw the arrays of a call, with keys of norm 1, and states under the name `initial_state`."""
-    batch, seqlen, num_heads, num_heads_v, head_dim, head_dim_v = shape
-    rng = np.random.default_rng([seed, *shape])
-    q, k = rng.standard_normal((2, batch, seqlen, num_heads, head_dim))
-    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
-    v = rng.standard_normal((batch, seqlen, num_heads_v, head_dim_v)) + 0.5
-    rows = batch, seqlen, num_heads_v
-    states = (batch if num_states is None else num_states), num_heads_v, head_dim, head_dim_v
-    return {
-        "q": q.astype(dtype),
-        "k": k.astype(dtype),
-        "v": v.astype(dtype),
-        "log_g": -rng.exponential(0.1, rows).astype(_computed(dtype)),
-        "beta": rng.uniform(0, 1, rows).astype(_computed(dtype)),
-        "initial_state": rng.standard_normal(states).astype(_computed(dtype)),
-    }
-
-
-def _naive(
-    arrays: Arrays, *, scale: float | None = None, cu_seqlens: Any = None, chunk_size: int = 64
-) -> list[tuple[Any, Any]]:
-    """Compute both forms of the definition step by step, for the errors that these make; float64 in float32, too."""
-    if arrays["q"].dtype == np.float64:
-        single = {name: x if name == "cu_seqlens" else x.astype(np.float32) for name, x in arrays.items()}
-        found = _naive(single, scale=scale, cu_seqlens=cu_seqlens, chunk_size=chunk_size)
-    else:
-        found = []
-    dtype = _computed(arrays["q"].dtype)
-    q, k, v, log_g, beta, initial = (arrays[name].astype(dtype) for name in (*TOKENS, "initial_state"))
-    q, k = (np.repeat(x, v.shape[2] // max(q.shape[2], 1), axis=2) for x in (q, k))
-    scale = dtype(q.shape[-1] ** -0.5 if scale is None else scale)
-    if cu_seqlens is None:
-        places = [(b, 0, q.shape[1]) for b in range(q.shape[0])]
-    else:
-        places = [(0, int(a), int(b)) for a, b in pairwise(cu_seqlens)]
-    for form in (_naive_recurrence, partial(_naive_chunks, chunk_size=chunk_size)):
-        out, state = np.zeros(v.shape, dtype), initial.copy()
-        for s, (b, first, last) in zip(state, places, strict=True):
-            tokens = (x[b, first:last].swapaxes(0, 1) for x in (q, k, v, log_g, beta))
-            with np.errstate(all="ignore"):
-                out[b, first:last] = scale * form(*tokens, s).swapaxes(0, 1)
-        found.append((out, state))
-    return found
-
-
-def _naive_recurrence(q: Any, k: Any, v: Any, log_g: Any, beta: Any, s: Any) -> Any:
-    out = np.empty_like(v)
-    for t in range(q.shape[1]):
-        s *= np.exp(log_g[:, t, None, None])
-        u = beta[:, t, None] * (v[:, t] - np.einsum("hk,hkv->hv", k[:, t], s))
-        s += k[:, t, :, None] * u[:, None]
-        out[:, t] = np.einsum("hk,hkv->hv", q[:, t], s)
-    return out
-
-
-def _naive_chunks(q: Any, k: Any, v: Any, log_g: Any, beta: Any, s: Any, chunk_size: int) -> Any:
-    out = np.empty_like(v)
-    for first in range(0, q.shape[1], chunk_size):
-        now = np.s_[:, first : first + chunk_size]
-        gates, size = log_g[now], log_g[now].shape[1]
-        decay = np.zeros((len(gates), size, size), v.dtype)
-        for i in range(size):
-            for j in range(i + 1):
-                decay[:, i, j] = np.exp(gates[:, j + 1 : i + 1].sum(axis=1))
-        before = np.exp(np.cumsum(gates, axis=1))[..., None]
-        a = np.tril(k[now] @ k[now].swapaxes(1, 2) * decay * beta[now][..., None], -1) + np.eye(size, dtype=v.dtype)
-        u = np.linalg.solve(a, beta[now][..., None] * v[now])
-        w = np.linalg.solve(a, beta[now][..., None] * before * k[now])
-        v_new = u - w @ s
-        out[now] = before * (q[now] @ s) + (q[now] @ k[now].swapaxes(1, 2) * decay) @ v_new
-        s[...] = before[:, -1:] * s + k[now].swapaxes(1, 2) @ (decay[:, -1, :, None] * v_new)
-    return out
-
-
-def _close(got: Any, exact: Any, naive: list[Any], what: str = "") -> None:
-    """Bound = 2 x the larger error of the naive forms, for 16-bit results plus 1.1 x the rounding of the exact result.
-
-    Those of float64 have a chance to make the same errors as the reference, and those of float32, scaled, to be lucky.
-    The reference of float64 is off by as much as they are, which counts once more.
-    """
-    assert got.shape == exact.shape
-    if not got.size:
-        return
-    eps = np.finfo(_computed(got.dtype)).eps
-    times = 3 if got.dtype == np.float64 else 2
-    bound = times * max(np.abs(x - exact).max() * eps / np.finfo(x.dtype).eps for x in naive)
-    bound += 8 * eps * max(np.abs(exact).max(), 1e-3)
-    if got.dtype.itemsize == 2:
-        bound += 1.1 * np.abs(exact.astype(got.dtype).astype(np.float64) - exact).max()
-    error = np.abs(got.astype(np.float64) - exact).max()
-    assert error <= bound, f"{what}: error {error:.2e}, allowed {bound:.2e}"
-
-
-def _poisoned(arrays: Arrays, layout: str) -> dict[str, Poisoned]:
-    """Put arrays into memory that is NaN everywhere else; those with few axes lie densely where a layout needs more."""
-    return {
-        name: Poisoned(np, x.shape, x.dtype, "contiguous" if name == "cu_seqlens" else layout, x)
-        for name, x in arrays.items()
-    }
-
-
 def _check_chunks(arrays: Arrays, layout: str = "contiguous", *, give_out: bool = False, **options: Any) -> Any:
     """Call `chunk_gated_delta_rule` and compare it with the definition."""
-    placed = _poisoned(arrays, layout)
+    placed = poisoned(arrays, layout)
     tokens = [placed[name].array for name in TOKENS]
     given = {name: x.array for name, x in placed.items() if name not in TOKENS}
     v = arrays["v"]
@@ -164,30 +69,19 @@ def _check_chunks(arrays: Arrays, layout: str = "contiguous", *, give_out: bool 
     assert all(x.unchanged() for x in placed.values()), "an input was changed"
     if written is not None:
         assert out is written.array and written.unchanged(outside_only=True)
-    assert out.dtype == v.dtype and state.dtype == _computed(v.dtype)
+    assert out.dtype == v.dtype and state.dtype == computed_dtype(v.dtype)
     known = {"cu_seqlens": arrays.get("cu_seqlens"), "scale": options.get("scale")}
-    counted = _without_rest(arrays)
+    counted = without_rest(arrays)
     exact = reference.gated_delta_rule(*(counted[x] for x in TOKENS), initial_state=arrays["initial_state"], **known)
-    naive = _naive(counted, chunk_size=options.get("chunk_size", 64), **known)
-    _close(out, exact[0], [x for x, _ in naive], "out")
-    _close(state, exact[1], [x for _, x in naive], "state")
+    plain = naive(counted, chunk_size=options.get("chunk_size", 64), **known)
+    assert_close(out, exact[0], [x for x, _ in plain], "out")
+    assert_close(state, exact[1], [x for _, x in plain], "state")
     return out, state
-
-
-def _without_rest(arrays: Arrays) -> Arrays:
-    """Return arrays with 0 in rows behind the last sequence, which hold NaN."""
-    if "cu_seqlens" not in arrays:
-        return arrays
-    last, zeroed = int(arrays["cu_seqlens"][-1]), dict(arrays)
-    for name in TOKENS:
-        zeroed[name] = arrays[name].copy()
-        zeroed[name][:, last:] = 0
-    return zeroed
 
 
 def _check_recurrent(arrays: Arrays, layout: str = "contiguous", *, give_out: bool = False, **options: Any) -> Any:
     """Call `recurrent_gated_delta_rule` and compare it with the definition."""
-    placed = _poisoned(arrays, layout)
+    placed = poisoned(arrays, layout)
     state, v = placed.pop("initial_state"), arrays["v"]
     written = Poisoned(np, v.shape, v.dtype, layout) if give_out else None
     extra = {} if written is None else {"out": written.array}
@@ -200,16 +94,16 @@ def _check_recurrent(arrays: Arrays, layout: str = "contiguous", *, give_out: bo
     assert out.dtype == v.dtype
     known = {"scale": options.get("scale")}
     exact = reference.gated_delta_rule(*(arrays[x] for x in TOKENS), initial_state=arrays["initial_state"], **known)
-    naive = _naive(arrays, **known)
-    _close(out, exact[0], [x for x, _ in naive], "out")
-    _close(state.array, exact[1], [x for _, x in naive], "state")
+    plain = naive(arrays, **known)
+    assert_close(out, exact[0], [x for x, _ in plain], "out")
+    assert_close(state.array, exact[1], [x for _, x in plain], "state")
     return out, state.array
 
 
 @dtypes
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape: Shape, dtype: Any) -> None:
-    arrays = _draw(shape, dtype)
+    arrays = draw(shape, dtype)
     _check_chunks(arrays)
     _check_recurrent(arrays)
 
@@ -217,7 +111,7 @@ def test_shapes(shape: Shape, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float64])
 @pytest.mark.parametrize("shape", SHAPES[1:5], ids=str)
 def test_many_parts(small_parts: None, shape: Shape, dtype: Any) -> None:
-    arrays = _draw(shape, np.dtype(dtype))
+    arrays = draw(shape, np.dtype(dtype))
     _check_chunks(arrays, chunk_size=16)
     _check_recurrent(arrays)
 
@@ -225,20 +119,20 @@ def test_many_parts(small_parts: None, shape: Shape, dtype: Any) -> None:
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
 def test_lengths_around_a_chunk(chunk_size: int) -> None:
     for seqlen in (1, chunk_size - 1, chunk_size, chunk_size + 1, 2 * chunk_size + 3):
-        _check_chunks(_draw((1, seqlen, 2, 4, 16, 8), np.float32), chunk_size=chunk_size)
+        _check_chunks(draw((1, seqlen, 2, 4, 16, 8), np.float32), chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 def test_layouts(layout: str, dtype: Any) -> None:
-    arrays = _draw((2, 35, 2, 4, 16, 8), np.dtype(dtype))
+    arrays = draw((2, 35, 2, 4, 16, 8), np.dtype(dtype))
     for give_out in (False, True):
         _check_chunks(arrays, layout, give_out=give_out, chunk_size=16)
         _check_recurrent(arrays, layout, give_out=give_out)
 
 
 def test_repeated_inputs() -> None:
-    arrays = _draw((2, 35, 2, 4, 16, 8), np.dtype(np.float32))
+    arrays = draw((2, 35, 2, 4, 16, 8), np.dtype(np.float32))
     arrays |= {name: np.broadcast_to(arrays[name][:, :1], arrays[name].shape) for name in TOKENS}
     out = cuflash.chunk_gated_delta_rule(*(arrays[name] for name in TOKENS))
     dense = cuflash.chunk_gated_delta_rule(*(arrays[name].copy() for name in TOKENS))
@@ -247,35 +141,18 @@ def test_repeated_inputs() -> None:
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3, 1e30])
 def test_scale(scale: float) -> None:
-    arrays = _draw((1, 40, 1, 2, 8, 8), np.dtype(np.float32))
+    arrays = draw((1, 40, 1, 2, 8, 8), np.dtype(np.float32))
     _check_chunks(arrays, scale=scale)
     _check_recurrent(arrays, scale=scale)
 
 
 # Packed sequences
 
-BOUNDARIES = [
-    [0, 63, 64, 128, 193, 193, 210],
-    [0, 0, 0, 5],
-    [0, 200],
-    [0, *range(1, 9), 8, 40],
-    [0, 0],
-    [0],
-]
-
-
-def _packed(boundaries: list[int], dtype: Any, gap: int, integer: Any = np.int32) -> Arrays:
-    """Draw packed sequences with `gap` tokens behind them, which are NaN."""
-    arrays = _draw((1, boundaries[-1] + gap, 2, 4, 16, 12), dtype, num_states=len(boundaries) - 1)
-    for name in TOKENS:
-        arrays[name][:, boundaries[-1] :] = np.nan
-    return arrays | {"cu_seqlens": np.array(boundaries, integer)}
-
 
 @dtypes
 @pytest.mark.parametrize("boundaries", BOUNDARIES, ids=str)
 def test_packed(boundaries: list[int], dtype: Any) -> None:
-    out, _ = _check_chunks(_packed(boundaries, dtype, 3))
+    out, _ = _check_chunks(draw_packed(boundaries, dtype, 3))
     np.testing.assert_array_equal(out[:, boundaries[-1] :], 0)
 
 
@@ -283,11 +160,11 @@ def test_packed(boundaries: list[int], dtype: Any) -> None:
 def test_packed_in_many_parts(small_parts: None, integer: Any) -> None:
     for boundaries in BOUNDARIES:
         if integer != np.int8 or boundaries[-1] < 128:
-            _check_chunks(_packed(boundaries, np.float32, 2, integer), "gaps", give_out=True, chunk_size=32)
+            _check_chunks(draw_packed(boundaries, np.float32, 2, integer), "gaps", give_out=True, chunk_size=32)
 
 
 def test_sequences_do_not_see_each_other() -> None:
-    arrays = _packed(BOUNDARIES[0], np.float32, 0)
+    arrays = draw_packed(BOUNDARIES[0], np.float32, 0)
     whole, states = cuflash.chunk_gated_delta_rule(
         *(arrays[name] for name in TOKENS), cu_seqlens=arrays["cu_seqlens"], output_final_state=True
     )
@@ -302,30 +179,11 @@ def test_sequences_do_not_see_each_other() -> None:
 # Decays and keys
 
 
-def _gates(kind: str, shape: tuple[int, ...]) -> np.ndarray:
-    rng = np.random.default_rng(7)
-    usual = -rng.exponential(0.1, shape)
-    some = rng.random(shape) < 0.2
-    return {
-        "none": np.zeros(shape),
-        "-50": np.full(shape, -50.0),
-        "reset each": np.full(shape, -np.inf),
-        "reset some": np.where(some, -np.inf, usual),
-        "reset or none": np.where(some, -np.inf, 0.0),
-        "strong some": np.where(some, -rng.uniform(20, 90, shape), usual),
-        "beyond all": np.where(some, -1e30, usual),
-        "below exp": np.where(some, -110.0, usual),
-    }[kind]
-
-
-KINDS = ("none", "-50", "reset each", "reset some", "reset or none", "strong some", "beyond all", "below exp")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_decays(kind: str, dtype: Any) -> None:
-    arrays = _draw((1, 150, 1, 2, 16, 16), np.dtype(dtype))
-    log_g = _gates(kind, arrays["log_g"].shape)
+    arrays = draw((1, 150, 1, 2, 16, 16), np.dtype(dtype))
+    log_g = gates_of_kind(kind, arrays["log_g"].shape)
     for gate_dtype in (np.float32, np.float64):
         arrays["log_g"] = log_g.astype(gate_dtype)
         out, state = _check_chunks(arrays)
@@ -334,7 +192,7 @@ def test_decays(kind: str, dtype: Any) -> None:
 
 
 def test_reset_forgets_exactly() -> None:
-    arrays = _draw((1, 100, 1, 2, 16, 16), np.dtype(np.float32))
+    arrays = draw((1, 100, 1, 2, 16, 16), np.dtype(np.float32))
     arrays["log_g"][:, 30] = -np.inf
     tokens = [arrays[name] for name in TOKENS]
     first = cuflash.chunk_gated_delta_rule(*tokens)
@@ -347,7 +205,7 @@ def test_reset_forgets_exactly() -> None:
 
 def test_dtypes_of_gates() -> None:
     for dtype in DTYPES:
-        arrays = _draw((1, 70, 1, 2, 16, 16), np.dtype(np.float32))
+        arrays = draw((1, 70, 1, 2, 16, 16), np.dtype(np.float32))
         arrays |= {name: arrays[name].astype(dtype) for name in ("log_g", "beta")}
         _check_chunks(arrays)
         _check_recurrent(arrays)
@@ -357,7 +215,7 @@ def test_dtypes_of_gates() -> None:
 @pytest.mark.parametrize("largest", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_keys_that_are_nearly_parallel(distance: float, largest: float, dtype: Any) -> None:
-    arrays = _draw((1, 200, 1, 2, 32, 16), np.dtype(dtype))
+    arrays = draw((1, 200, 1, 2, 32, 16), np.dtype(dtype))
     k = arrays["k"][:, :1] + distance * arrays["k"]
     arrays["k"] = k / np.linalg.norm(k, axis=-1, keepdims=True)
     arrays["beta"] = np.full_like(arrays["beta"], largest)
@@ -391,7 +249,7 @@ def test_triangular_systems(dtype: Any) -> None:
 
 @pytest.mark.parametrize("threads", ["1", "3"])
 def test_twice_the_same_bits(threads: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = _draw((2, 150, 2, 4, 64, 32), np.dtype(np.float32))
+    arrays = draw((2, 150, 2, 4, 64, 32), np.dtype(np.float32))
     monkeypatch.setattr(cpu, "STEP_COST", 2**17)
     tokens, state = [arrays[name] for name in TOKENS], arrays["initial_state"]
     found = []
@@ -405,7 +263,7 @@ def test_twice_the_same_bits(threads: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_sequence_can_be_split_anywhere() -> None:
-    arrays = _draw((1, 140, 1, 2, 16, 8), np.dtype(np.float64))
+    arrays = draw((1, 140, 1, 2, 16, 8), np.dtype(np.float64))
     arrays["log_g"][:, 50] = -np.inf
     tokens = [arrays[name] for name in TOKENS]
     whole, last = cuflash.chunk_gated_delta_rule(*tokens, output_final_state=True)
@@ -419,7 +277,7 @@ def test_a_sequence_can_be_split_anywhere() -> None:
 
 
 def test_recurrent_continues_chunks() -> None:
-    arrays = _draw((2, 80, 1, 2, 16, 8), np.dtype(np.float32))
+    arrays = draw((2, 80, 1, 2, 16, 8), np.dtype(np.float32))
     tokens = [arrays[name] for name in TOKENS]
     whole, last = cuflash.chunk_gated_delta_rule(*tokens, output_final_state=True)
     _, state = cuflash.chunk_gated_delta_rule(*(x[:, :70] for x in tokens), output_final_state=True)
@@ -432,33 +290,12 @@ def test_recurrent_continues_chunks() -> None:
 # The output alone
 
 
-def _draw_output(
-    boundaries: list[int], dtype: Any, *, chunk_size: int = 64, gap: int = 0, surplus: int = 0, seed: int = 0
-) -> Arrays:
-    """Draw the arrays of `chunk_gated_output`; what it must not read is NaN."""
-    total = boundaries[-1] + gap
-    arrays = _draw((1, total, 2, 4, 16, 12), dtype, seed)
-    lengths = np.diff(boundaries)
-    num_chunks = int((-(-lengths // chunk_size)).sum())
-    h = np.random.default_rng(seed).standard_normal((num_chunks + surplus, 4, 16, 12)).astype(_computed(dtype))
-    h[num_chunks:] = np.nan
-    c = np.full((total, 4), np.nan)
-    for first, last in pairwise(boundaries):
-        for begin in range(first, last, chunk_size):
-            now = slice(begin, min(begin + chunk_size, last))
-            c[now] = np.cumsum(arrays["log_g"][0, now].astype(np.float64), axis=0)
-    found = {"q": arrays["q"][0], "k": arrays["k"][0], "v": arrays["v"][0], "h": h}
-    for name in ("q", "k", "v"):
-        found[name][boundaries[-1] :] = np.nan
-    return found | {"log_g_cumsum": c.astype(_computed(dtype)), "cu_seqlens": np.array(boundaries)}
-
-
 def _check_output(
     arrays: Arrays, layout: str = "contiguous", *, give_out: bool = False, swap: bool = False, **options: Any
 ) -> Any:
     """Call `chunk_gated_output` and compare it with the definition; `swap` has features of v before those of k."""
     held = dict(arrays, h=arrays["h"].swapaxes(-1, -2)) if swap else arrays
-    placed = _poisoned(held, layout)
+    placed = poisoned(held, layout)
     given = {name: x.array for name, x in placed.items()}
     given["v_new"] = given.pop("v")
     if swap:
@@ -472,7 +309,7 @@ def _check_output(
     last = int(arrays["cu_seqlens"][-1])
     exact = reference.chunk_gated_output(**{("v_new" if x == "v" else x): y for x, y in arrays.items()}, **options)
     error = np.abs(out[:last].astype(np.float64) - exact[:last]).max(initial=0)
-    eps = np.finfo(_computed(out.dtype)).eps
+    eps = np.finfo(computed_dtype(out.dtype)).eps
     bound = 16 * eps * np.abs(exact[:last]).max(initial=0)
     if out.dtype.itemsize == 2:
         bound += 1.1 * np.abs(exact[:last].astype(out.dtype).astype(np.float64) - exact[:last]).max(initial=0)
@@ -484,21 +321,21 @@ def _check_output(
 @dtypes
 @pytest.mark.parametrize("boundaries", BOUNDARIES, ids=str)
 def test_output(boundaries: list[int], dtype: Any) -> None:
-    _check_output(_draw_output(boundaries, dtype, gap=3, surplus=2))
+    _check_output(draw_output(boundaries, dtype, gap=3, surplus=2))
 
 
 @pytest.mark.parametrize("chunk_size", [16, 32, 64, 128])
 def test_output_of_every_size_of_chunks(small_parts: None, chunk_size: int) -> None:
     for seqlen in (1, chunk_size - 1, chunk_size, chunk_size + 1):
         boundaries = [0, seqlen, seqlen + chunk_size]
-        arrays = _draw_output(boundaries, np.float32, chunk_size=chunk_size, surplus=1)
+        arrays = draw_output(boundaries, np.float32, chunk_size=chunk_size, surplus=1)
         _check_output(arrays, chunk_size=chunk_size, scale=-0.3)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("swap", [False, True])
 def test_output_of_layouts(layout: str, swap: bool) -> None:
-    arrays = _draw_output([0, 40, 75], np.float32, gap=2, surplus=1)
+    arrays = draw_output([0, 40, 75], np.float32, gap=2, surplus=1)
     for give_out in (False, True):
         _check_output(arrays, layout, give_out=give_out, swap=swap)
 
@@ -507,13 +344,13 @@ def test_output_of_layouts(layout: str, swap: bool) -> None:
 @pytest.mark.parametrize("gate_dtype", [np.float16, np.float64])
 def test_output_of_dtypes(state_dtype: Any, gate_dtype: Any) -> None:
     for dtype in (np.float16, np.float32):
-        arrays = _draw_output([0, 40, 75], np.dtype(dtype))
+        arrays = draw_output([0, 40, 75], np.dtype(dtype))
         arrays |= {"h": arrays["h"].astype(state_dtype), "log_g_cumsum": arrays["log_g_cumsum"].astype(gate_dtype)}
         _check_output(arrays)
 
 
 def test_output_of_gates_in_float64_that_have_decayed_far() -> None:
-    arrays = _draw_output([0, 40, 75], np.float32)
+    arrays = draw_output([0, 40, 75], np.float32)
     gates = arrays["log_g_cumsum"].astype(np.float64)
     gates[5:40] -= 3000.1
     _check_output(arrays | {"log_g_cumsum": gates})
@@ -521,7 +358,7 @@ def test_output_of_gates_in_float64_that_have_decayed_far() -> None:
 
 def test_output_where_gates_are_lost() -> None:
     """Where two cumulated gates are -inf, nothing has decayed between them."""
-    arrays = _draw_output([0, 40, 75], np.float32)
+    arrays = draw_output([0, 40, 75], np.float32)
     arrays["log_g_cumsum"][10:40] = -np.inf
     arrays["log_g_cumsum"][50:75] -= 200
     out = _check_output(arrays)
@@ -532,7 +369,7 @@ def test_output_where_gates_are_lost() -> None:
 
 
 def test_output_is_the_last_step_of_the_delta_rule() -> None:
-    arrays = _draw((1, 100, 2, 4, 16, 12), np.dtype(np.float64))
+    arrays = draw((1, 100, 2, 4, 16, 12), np.dtype(np.float64))
     tokens = [arrays[name] for name in TOKENS]
     whole = cuflash.chunk_gated_delta_rule(*tokens, chunk_size=32)
     q, k, v, log_g, beta = tokens
@@ -555,7 +392,7 @@ def test_output_is_the_last_step_of_the_delta_rule() -> None:
 
 @pytest.mark.parametrize("shape", [(2, 0, 1, 2, 8, 4), (0, 5, 1, 2, 8, 4), (2, 5, 0, 0, 8, 4), (2, 5, 2, 0, 8, 4)])
 def test_nothing_to_do(shape: Shape) -> None:
-    arrays = _draw(shape, np.dtype(np.float32))
+    arrays = draw(shape, np.dtype(np.float32))
     out, state = _check_chunks(arrays)
     assert out.shape == arrays["v"].shape
     np.testing.assert_array_equal(state, arrays["initial_state"])
@@ -566,14 +403,14 @@ def test_nothing_to_do(shape: Shape) -> None:
 
 
 def test_results_lie_as_the_inputs_do() -> None:
-    arrays = _draw((2, 20, 1, 2, 8, 4), np.dtype(np.float32))
+    arrays = draw((2, 20, 1, 2, 8, 4), np.dtype(np.float32))
     tokens = [arrays[name].swapaxes(0, 1).copy().swapaxes(0, 1) for name in TOKENS]
     state = arrays["initial_state"].swapaxes(-1, -2).copy().swapaxes(-1, -2)
     out, last = cuflash.chunk_gated_delta_rule(*tokens, initial_state=state, output_final_state=True)
     assert out.swapaxes(0, 1).flags.c_contiguous and last.swapaxes(-1, -2).flags.c_contiguous
     assert cuflash.chunk_gated_delta_rule(*tokens, output_final_state=True)[1].flags.c_contiguous
     assert cuflash.recurrent_gated_delta_rule(*tokens, state).swapaxes(0, 1).flags.c_contiguous
-    output = _draw_output([0, 40], np.float32)
+    output = draw_output([0, 40], np.float32)
     q = np.asfortranarray(output["q"])
     new = cuflash.chunk_gated_output(
         q, output["k"], output["v"], output["h"], output["log_g_cumsum"], output["cu_seqlens"]
@@ -582,7 +419,7 @@ def test_results_lie_as_the_inputs_do() -> None:
 
 
 def test_without_the_final_state() -> None:
-    arrays = _draw((1, 20, 1, 2, 8, 4), np.dtype(np.float32))
+    arrays = draw((1, 20, 1, 2, 8, 4), np.dtype(np.float32))
     tokens = [arrays[name] for name in TOKENS]
     alone = cuflash.chunk_gated_delta_rule(*tokens, output_final_state=False)
     np.testing.assert_array_equal(alone, cuflash.chunk_gated_delta_rule(*tokens, output_final_state=np.True_)[0])
@@ -596,7 +433,7 @@ def test_subclasses_are_written_past_their_methods() -> None:
         def reshape(self, *_: Any, **__: Any) -> Any:
             raise AssertionError("must not be called")
 
-    arrays = _draw((1, 20, 1, 2, 8, 4), np.dtype(np.float32))
+    arrays = draw((1, 20, 1, 2, 8, 4), np.dtype(np.float32))
     tokens = [arrays[name] for name in TOKENS]
     out, state = (np.zeros_like(arrays[name]).view(Refusing) for name in ("v", "initial_state"))
     assert cuflash.chunk_gated_delta_rule(*tokens, out=out) is out

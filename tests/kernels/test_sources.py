@@ -8,7 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +22,7 @@ from cuflash.gpu.compile import (
     source_digest,
     source_folder,
 )
+from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
@@ -31,6 +32,7 @@ from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
+AnyPlan = TypeVar("AnyPlan")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 FEW, FEWEST = ("64", "128", "256", "everything", "lse_128"), ("128", "everything")
 POINTS = ("3/1", "16/16", "everything")
@@ -159,7 +161,8 @@ LOCAL_BYTES = {
 """Memory of a thread that a kernel keeps on purpose: sums of earlier keys, that rest there for many more keys."""
 
 
-def _check(name: str, resources: Resources) -> None:
+def check_resources(name: str, resources: Resources) -> None:
+    """No spills, little local memory, and compiled soon enough."""
     assert resources.spill_bytes == 0, f"{name} spills {resources.spill_bytes} bytes ({resources.registers} registers)"
     if "odd_bytes" not in name:
         allowed = LOCAL_BYTES.get(name.split()[0], 0)
@@ -167,13 +170,15 @@ def _check(name: str, resources: Resources) -> None:
     assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
 
 
-def _layout_checks(program: Program) -> str:
+def layout_checks(
+    program: Program, params: str = "AttentionParams", fields: arguments.Fields = arguments.FIELDS
+) -> str:
     """For the compiler to confirm: the offset of each field that is packed, and the size that the table plans with."""
     offset, checks = 0, []
-    for name, code in arguments.FIELDS:
-        checks.append(f'static_assert(__builtin_offsetof(cuflash::AttentionParams, {name}) == {offset}, "{name}");')
+    for name, code in fields:
+        checks.append(f'static_assert(__builtin_offsetof(cuflash::{params}, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
-    checks.append(f'static_assert(sizeof(cuflash::AttentionParams) == {offset}, "size");')
+    checks.append(f'static_assert(sizeof(cuflash::{params}) == {offset}, "size");')
     checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
 
@@ -191,7 +196,7 @@ def test_compiles_without_spills_and_as_laid_out(
     fewer = FEWER_PROBLEMS.get(spec.name, {}).get(capability)
     if fewer is not None:
         plans = {name: plan for name, plan in plans.items() if name.split("-")[1] in fewer}
-    plans = _halves_in_turn(plans, ARCHITECTURES.index(capability))
+    plans = halves_in_turn(plans, ARCHITECTURES.index(capability))
     plans = {name: plan for name, plan in plans.items() if share(f"{name} {capability}", 2)}
     assert plans
 
@@ -202,14 +207,14 @@ def test_compiles_without_spills_and_as_laid_out(
             programs[f"{preparation.program.kernel} {name}"] = preparation.program
 
     def compiled(program: Program) -> Resources:
-        return compile_offline(program, f"sm_{capability}", _layout_checks(program))
+        return compile_offline(program, f"sm_{capability}", layout_checks(program))
 
     with ThreadPoolExecutor(2) as pool:
         for name, resources in zip(programs, pool.map(compiled, programs.values()), strict=True):
-            _check(f"{name} sm_{capability}", resources)
+            check_resources(f"{name} sm_{capability}", resources)
 
 
-def _halves_in_turn(plans: dict[str, Plan], turn: int) -> dict[str, Plan]:
+def halves_in_turn(plans: dict[str, AnyPlan], turn: int) -> dict[str, AnyPlan]:
     """Leave of what is there in float16 and bfloat16, which compile much alike, one or the other in turn.
 
     Of neighbouring architectures one has in float16 what the other one has in bfloat16.
@@ -222,7 +227,7 @@ def _halves_in_turn(plans: dict[str, Plan], turn: int) -> dict[str, Plan]:
     return {name: plan for name, plan in plans.items() if name not in left_out}
 
 
-def _nvrtc_12() -> ctypes.CDLL | None:
+def nvrtc_12() -> ctypes.CDLL | None:
     """NVRTC 12 from its wheel, beside the newer one that CuPy uses: the last that knows sm_70."""
     from cupy.cuda import nvrtc
 
@@ -238,25 +243,26 @@ def _nvrtc_12() -> ctypes.CDLL | None:
     "spec", [spec for spec in KERNELS if spec.min_compute_capability <= 70], ids=lambda spec: spec.name
 )
 def test_compiles_for_sm_70(spec: KernelSpec) -> None:
-    nvrtc = _nvrtc_12()
+    nvrtc = nvrtc_12()
     if nvrtc is None:
         pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
     for name, plan in representative_plans(spec, 70).items():
         if name.split("-")[1] in FEWEST:
-            _check(f"{spec.name} {name} sm_70", _compile_with(nvrtc, plan))
+            check_resources(f"{spec.name} {name} sm_70", compile_with(nvrtc, plan.program))
 
 
-def _compile_with(nvrtc: ctypes.CDLL, plan: Plan) -> Resources:
-    program = ctypes.c_void_p()
-    text = entry_text(plan.program).encode()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, b"entry.cu", 0, None, None) == 0
+def compile_with(nvrtc: ctypes.CDLL, program: Program) -> Resources:
+    """Compile for sm_70."""
+    handle = ctypes.c_void_p()
+    text = entry_text(program).encode()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"entry.cu", 0, None, None) == 0
     options = [option.encode() for option in (*compiler_options(), "-ftz=true", "-arch=sm_70", "--ptxas-options=-v")]
-    status = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*options))
+    status = nvrtc.nvrtcCompileProgram(handle, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
-    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    nvrtc.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)
-    nvrtc.nvrtcGetProgramLog(program, log)
-    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+    nvrtc.nvrtcGetProgramLog(handle, log)
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(handle))
     assert status == 0, log.value.decode()
     return parse_resources(log.value.decode(), 0.0)
 
@@ -307,5 +313,7 @@ def test_each_source_compiles_with_its_defaults(source: str) -> None:
 
 
 def test_every_source_belongs_to_a_row() -> None:
-    names = {spec.name for spec in KERNELS} | {spec.preparing.name for spec in KERNELS if spec.preparing}
+    names = {spec.name for spec in (*KERNELS, *GATED_KERNELS)}
+    names |= {spec.preparing.name for spec in KERNELS if spec.preparing}
+    names |= {spec.preparing for spec in GATED_KERNELS if spec.preparing}
     assert {path.stem for path in source_folder().glob("*.cu")} == names | set(HELPERS)

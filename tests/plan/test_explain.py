@@ -263,7 +263,8 @@ def test_device_is_a_compute_capability(wrong: Any) -> None:
 @pytest.mark.parametrize("function", [explain, warmup])
 def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> None:
     with pytest.raises(
-        TypeError, match=r"function is .*, expected cuflash\.attention, attention_lse or attention_varlen"
+        TypeError,
+        match=r"function is .*, expected cuflash\.attention, attention_lse, attention_varlen, .* or recurrent_",
     ):
         function(wrong, Q, Q, Q)
 
@@ -271,7 +272,8 @@ def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> No
 @pytest.mark.parametrize("called", [explain, warmup])
 def test_a_forgotten_function_is_named_and_no_array_printed(called: Callable[..., Any]) -> None:
     words = (
-        "function is a ndarray of shape (2, 5, 8), expected cuflash.attention, attention_lse or attention_varlen, "
+        "function is a ndarray of shape (2, 5, 8), expected cuflash.attention, attention_lse, attention_varlen, "
+        "chunk_gated_delta_rule, chunk_gated_output or recurrent_gated_delta_rule, "
         f"before the arguments of the call: {called.__name__}(cuflash.attention, q, k, v, ...)"
     )
     with pytest.raises(TypeError, match=re.escape(words) + "$"):

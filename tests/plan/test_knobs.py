@@ -19,8 +19,10 @@ import pytest
 
 import cuflash
 from cuflash.gpu.compile import dump, entry_text
+from cuflash.plan.gated import GATED_KERNELS
+from cuflash.plan.names import kernel_names
 from cuflash.plan.plan import make_plan
-from cuflash.plan.table import KERNELS, device_of, kernel_names
+from cuflash.plan.table import KERNELS, device_of
 from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC, KNOBS, Settings, num_threads, read, settings
 
@@ -284,10 +286,12 @@ def test_every_tile_can_be_chosen() -> None:
                         assert make_plan(problem, device, settings()).tile.block_m == tile.block_m
 
 
-def test_unknown_kernel_of_the_environment_is_named() -> None:
+def test_kernels_of_other_operations_refuse() -> None:
     problem = describe_attention(X, X, X)[0]
-    with pytest.raises(ValueError, match=f"kernel is 'fast', expected one of {', '.join(kernel_names())}"):
-        make_plan(problem, device_of(90), Settings("fast", "", False))
+    for spec in GATED_KERNELS:
+        words = f"kernel '{spec.name}' cannot serve this call: does not implement attention"
+        with pytest.raises(ValueError, match=words):
+            make_plan(problem, device_of(90), Settings(spec.name, "", False))
 
 
 def test_log_is_one_line_per_call(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,8 @@ def test_packed_chunks_with_states() -> None:
     assert problem.traits.packed and problem.traits.chunk_size == 32 and type(problem.traits.chunk_size) is int
     assert (problem.num_sequences, problem.seqlen, problem.cu_seqlens_dtype) == (3, 70, "int32")
     assert problem.strides.initial_state == problem.strides.final_state == swapped.strides
-    assert (problem.traits.input_alignment, problem.traits.result_alignment) == (2, 2)
+    assert (problem.traits.input_alignment, problem.traits.result_alignment) == (16, 16)
+    assert problem.traits.swapped_states and not describe_chunk_gated_delta_rule(**tokens())[0].traits.swapped_states
 
 
 def test_a_final_state_without_an_initial_one_is_in_c_order() -> None:

@@ -14,6 +14,7 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as cli
+from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 
@@ -55,6 +56,8 @@ def test_kernels() -> None:
     for spec in KERNELS:
         assert f"{spec.name}: {spec.summary}\n" in done.stdout
         assert ", ".join(spec.dtypes) in done.stdout and f"1 to {spec.max_head_dim}" in done.stdout
+    for gated in GATED_KERNELS:
+        assert f"{gated.name}: {gated.summary}\n  operations  {', '.join(gated.operations)}\n" in done.stdout
     assert "cpu: NumPy arrays, every feature\n" in done.stdout
 
 

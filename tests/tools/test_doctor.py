@@ -14,6 +14,7 @@ import cuflash
 from cuflash import __main__ as cli
 from cuflash import doctor as doctor_module
 from cuflash.gpu.compile import source_digest
+from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 from cuflash.settings import KNOBS, Settings
@@ -60,7 +61,8 @@ def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     cuflash.show_config()
     printed = capsys.readouterr().out
     assert printed.startswith(f"cuflash {cuflash.__version__}, sources {source_digest()}, Python ")
-    for part in (f"numpy {np.__version__}", "CPU back end with", *(spec.summary for spec in KERNELS), "settings:"):
+    summaries = [spec.summary for spec in (*KERNELS, *GATED_KERNELS)]
+    for part in (f"numpy {np.__version__}", "CPU back end with", *summaries, "settings:"):
         assert part in printed
     lines = printed.splitlines()
     for knob in KNOBS:
