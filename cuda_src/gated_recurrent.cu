@@ -84,21 +84,17 @@ struct Step {
 
 using State = Accumulator[kRows][kColumns];
 
-template <typename T>
-__device__ __forceinline__ void load_into(const char* address, T& value) {
-    value = load_bits<T>(address);
-}
+// What moves at once of it: neighbouring features of v or, where those of k are neighbours, of k.
+constexpr int kAcross = kVectorLoads && kSwappedStates ? 16 / sizeof(Accumulator) : 1;
+constexpr int kAlong = kVectorLoads && !kSwappedStates ? kColumns : 1;
+struct alignas(kAcross * kAlong * sizeof(Accumulator)) StateVector {
+    Accumulator values[kAcross * kAlong];
+};
 
-// Calls `visit(offset, vector)` for the thread's part of a head's state, in vectors where the call has them: of
-// neighbouring features of v or, where those of k are neighbours, of k.
+// Calls `visit(offset, vector)` for the thread's part of a head's state.
 template <typename Visit>
 __device__ __forceinline__ void for_each_vector(const GatedParams& params, const GatedBlock& block, int column,
                                                 const StateStrides& strides, State& state, Visit visit) {
-    constexpr int kAcross = kVectorLoads && kSwappedStates ? 16 / sizeof(Accumulator) : 1;  // features of k
-    constexpr int kAlong = kVectorLoads && !kSwappedStates ? kColumns : 1;                  // of v
-    struct alignas(kAcross * kAlong * sizeof(Accumulator)) Vector {
-        Accumulator values[kAcross * kAlong];
-    };
     const int first_row = threadIdx.x / 32 * kRows;
     const long long head = block.index * strides.index + block.head * strides.head;
 #pragma unroll
@@ -106,7 +102,7 @@ __device__ __forceinline__ void for_each_vector(const GatedParams& params, const
 #pragma unroll
         for (int c = 0; c < kColumns; c += kAlong) {
             if (first_row + r >= params.head_dim || column + c >= params.head_dim_v) continue;
-            Vector vector;
+            StateVector vector;
 #pragma unroll
             for (int e = 0; e < kAcross * kAlong; ++e) vector.values[e] = state[r + e % kAcross][c + e / kAcross];
             visit(head + (first_row + r) * strides.row + (column + c) * strides.column, vector);
@@ -188,8 +184,9 @@ __device__ __forceinline__ void gated_recurrent(const GatedParams& params, Share
 
     State state = {};
     if (params.initial_state != nullptr) {
-        for_each_vector(params, block, column, params.initial_state_strides, state,
-                        [&](long long at, auto& vector) { load_into(params.initial_state + at, vector); });
+        for_each_vector(
+            params, block, column, params.initial_state_strides, state,
+            [&](long long at, StateVector& vector) { vector = load_bits<StateVector>(params.initial_state + at); });
     }
     Step step;
     if (tokens.begin < tokens.end) {
@@ -216,7 +213,7 @@ __device__ __forceinline__ void gated_recurrent(const GatedParams& params, Share
     }
     if (params.final_state != nullptr) {
         for_each_vector(params, block, column, params.final_state_strides, state,
-                        [&](long long at, const auto& vector) { store_bits(params.final_state + at, vector); });
+                        [&](long long at, const StateVector& vector) { store_bits(params.final_state + at, vector); });
     }
 }
 
