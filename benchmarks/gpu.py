@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan.table import KERNELS
+from cuflash.plan.names import kernel_names
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "--thorough", "tests", "-m"]
@@ -109,7 +109,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, help="folder for what the benchmark stores; default: that of the logs")
     parser.add_argument("--backends", nargs="*", choices=("gpu", "numpy"), default=("gpu", "numpy"), help="to measure")
     parser.add_argument("--tools", nargs="*", default=TOOLS, help="which of compute-sanitizer's tools")
-    parser.add_argument("--kernels", nargs="*", default=[spec.name for spec in KERNELS], help="for the sanitizer")
+    parser.add_argument("--kernels", nargs="*", default=kernel_names()[:-1], help="for the sanitizer")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
     arguments = parser.parse_args()
     steps = arguments.steps or ["tests", "sanitize", *RUNS]

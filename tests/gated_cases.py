@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -242,3 +243,43 @@ def draw_output(
     for name in ("q", "k", "v"):
         found[name][boundaries[-1] :] = np.nan
     return found | {"log_g_cumsum": c.astype(computed_dtype(dtype)), "cu_seqlens": np.array(boundaries)}
+
+
+class Call(NamedTuple):
+    """A call without checks of its result."""
+
+    name: str
+    op: str
+    arrays: Arrays
+    layout: str = "contiguous"
+    options: Mapping[str, Any] = {}
+
+
+def calls(dtype: Any) -> Iterator[Call]:
+    """A few calls of each function, which between them go all ways through the kernels."""
+    output, chunks, recurrent = "chunk_gated_output", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"
+    for boundaries in BOUNDARIES[:3]:
+        yield Call(f"output-packed-{boundaries[-1]}", output, draw_output(boundaries, dtype, gap=3, surplus=2))
+        final = {"output_final_state": True}
+        yield Call(f"chunks-packed-{boundaries[-1]}", chunks, draw_packed(boundaries, dtype, 3), options=final)
+    for heads in ((1, 2, 64, 64), (2, 2, 128, 136), (1, 3, 100, 7), (1, 1, 256, 256)):
+        for layout in ("contiguous", "transposed", "odd_bytes"):
+            name = f"{heads[2]}-{heads[3]}-{layout}"
+            yield Call(f"output-{name}", output, draw_output([0, 65, 80], dtype, heads=heads), layout)
+            yield Call(f"chunks-{name}", chunks, draw((1, 130, *heads), dtype), layout, {"output_final_state": True})
+            yield Call(f"recurrent-{name}", recurrent, draw((2, 3, *heads), dtype), layout)
+    for chunk_size in (16, 32, 128):
+        arrays = draw_output([0, 17, 150], dtype, chunk_size=chunk_size)
+        yield Call(f"output-chunks-{chunk_size}", output, arrays, options={"chunk_size": chunk_size})
+
+
+def arguments_of(call: Call, xp: Any) -> dict[str, Any]:
+    """Arrays of a call, on the CPU or a GPU, by the names of its arguments, and its options."""
+    names = {"v": "v_new"} if "h" in call.arrays else {}
+    if call.op == "recurrent_gated_delta_rule":
+        names["initial_state"] = "state"
+    placed = {
+        names.get(name, name): Poisoned(xp, x.shape, x.dtype, "contiguous" if x.ndim == 1 else call.layout, x).array
+        for name, x in call.arrays.items()
+    }
+    return placed | dict(call.options)
