@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from cuflash.gpu.gated import gated_parts, gated_pointers
-from cuflash.plan.gated import GATED_KERNELS, make_gated_plan
+from cuflash.plan.gated import make_gated_plan
 from cuflash.plan.plan import Program
 from cuflash.plan.table import Device, device_of
 from cuflash.problem.arrays import ArrayInfo
@@ -25,11 +26,13 @@ from .emulator import compile_kernel, new_result, span
 class GatedEmulator:
     """The functions of `cuflash.gated`, by one kernel."""
 
-    def __init__(self, kernel: str = "", tile: str = "", device: Device | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, kernel: str, tile: str = "", device: Device | None = None, seed: int = 0, sources: Path | None = None
+    ) -> None:
         self.settings = Settings(kernel, tile, False)
-        self.spec = next((spec for spec in GATED_KERNELS if spec.name == kernel), GATED_KERNELS[-1])
         self.device = device_of(90) if device is None else device
         self.seed = seed
+        self.sources = sources
 
     def chunk_gated_output(self, *arrays: Any, **options: Any) -> Any:
         """Compute `cuflash.chunk_gated_output(...)`."""
@@ -83,5 +86,5 @@ class GatedEmulator:
         twice = {place[:2] for place in found if place[3]}
         ranges = [place for place in found if place[3] or place[:2] not in twice]
         for blocks, values in gated_parts(problem, num_parts, num_blocks):
-            kernel = compile_kernel(program)
+            kernel = compile_kernel(program, self.sources)
             kernel.launch(blocks, num_threads, program.shared_memory, pointers + values, ranges, self.seed)

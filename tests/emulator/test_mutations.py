@@ -8,16 +8,18 @@ those then run one at a time, until a call has noticed them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from functools import lru_cache
+from collections.abc import Callable, Iterable
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
 
 from cuflash.gpu.compile import source_folder
+from cuflash.plan.gated import GATED_KERNELS, GatedSpec
 from cuflash.plan.table import KERNELS, KernelSpec
-from emulator.calls import CALLS, Call
+from emulator.calls import CALLS
 from emulator.emulator import Emulator, choose_mutant, compiler, modified_sources, reached_mutants
+from emulator.gated_calls import back_end_of, calls_of
 from emulator.mutants import Mutant, instrument
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -31,7 +33,9 @@ for _path in sorted([*source_folder().glob("*.cu"), *source_folder().glob("*/*.c
         MUTANTS += _mutants
 
 SHARED = "shared"
-GROUPS = [*(spec.name for spec in KERNELS), SHARED]
+Row = KernelSpec | GatedSpec
+ROWS: tuple[Row, ...] = (*KERNELS, *GATED_KERNELS)
+GROUPS = [*(spec.name for spec in ROWS), SHARED]
 """Kernels, with the headers that they alone include, and all other sources."""
 
 
@@ -42,21 +46,33 @@ def included_by(file: str) -> frozenset[str]:
     return frozenset({file}.union(*(included_by(header) for header in headers if header in SOURCES)))
 
 
-def _sources_of(spec: KernelSpec) -> list[str]:
-    """Names of a row's own source and of the one that makes its keys and values ready."""
-    return [spec.name, *([spec.preparing.name] if spec.preparing else [])]
+def _sources_of(spec: Row) -> list[str]:
+    """Names of a row's own source and of the one that prepares its launch."""
+    preparing = spec.preparing if isinstance(spec, GatedSpec) else spec.preparing and spec.preparing.name
+    return [spec.name, *([preparing] if preparing else [])]
 
 
 def group_of(file: str) -> str:
-    users = [spec.name for spec in KERNELS if any(file in included_by(f"{name}.cu") for name in _sources_of(spec))]
+    users = [spec.name for spec in ROWS if any(file in included_by(f"{name}.cu") for name in _sources_of(spec))]
     return users[0] if len(users) == 1 else SHARED
 
 
-def notice(mutants: dict[int, Mutant], call: Call, kernel: str, sources: Path) -> set[int]:
+def runs_of(spec: Row, sources: Path) -> list[Callable[[], None]]:
+    """Calls of a row with changed sources."""
+    if isinstance(spec, GatedSpec):
+        return [partial(call, back_end_of(spec, sources)) for call in calls_of(spec)]
+    return [partial(_call_anew, call, spec.name, sources) for call in CALLS.values()]
+
+
+def _call_anew(call: Callable[[Emulator], None], kernel: str, sources: Path) -> None:
+    call(Emulator(kernel, sources=sources))
+
+
+def notice(mutants: dict[int, Mutant], run: Callable[[], None]) -> set[int]:
     """Delete from `mutants` those that a call notices; return the numbers of all that it comes by."""
     choose_mutant(None)
     try:
-        call(Emulator(kernel, sources=sources))
+        run()
     except ValueError as error:
         if "cannot serve this call" not in str(error):
             raise
@@ -68,7 +84,7 @@ def notice(mutants: dict[int, Mutant], call: Call, kernel: str, sources: Path) -
             continue
         choose_mutant(number, max_steps)
         try:
-            call(Emulator(kernel, sources=sources))
+            run()
         except AssertionError:
             noticed = mutants.pop(number, None)
             if noticed and noticed.instead is not None:
@@ -78,13 +94,13 @@ def notice(mutants: dict[int, Mutant], call: Call, kernel: str, sources: Path) -
     return set(reached)
 
 
-def unnoticed(mutants: dict[int, Mutant], kernels: Iterable[str]) -> list[str]:
-    """What is left of `mutants` after all calls of the kernels."""
+def unnoticed(mutants: dict[int, Mutant], rows: Iterable[Row]) -> list[str]:
+    """What is left of `mutants` after all calls of the rows."""
     sources, reached = modified_sources(SOURCES), set()
-    for kernel in kernels:
-        for call in CALLS.values():
+    for spec in rows:
+        for run in runs_of(spec, sources):
             if mutants:
-                reached |= notice(mutants, call, kernel, sources)
+                reached |= notice(mutants, run)
     return [f"{mutant}{'' if number in reached else ' (no call comes by)'}" for number, mutant in mutants.items()]
 
 
@@ -94,14 +110,15 @@ def test_every_mutant_is_noticed(turn: int) -> None:
     group = GROUPS[turn]
     mutants = {mutant.number: mutant for mutant in MUTANTS if group_of(mutant.file) == group}
     # The one that takes everything and compiles soonest is the last in the table.
-    left = unnoticed(mutants, [spec.name for spec in reversed(KERNELS)] if group == SHARED else [group])
+    rows = [*reversed(KERNELS), *GATED_KERNELS] if group == SHARED else [row for row in ROWS if row.name == group]
+    left = unnoticed(mutants, rows)
     assert not left, "\n".join(["nobody misses", *left])
 
 
 def test_mutants_are_found() -> None:
     barriers = [mutant for mutant in MUTANTS if mutant.change == "nothing"]
     assert len(MUTANTS) > 300 and len(barriers) > 30
-    for spec in KERNELS:
+    for spec in ROWS:
         assert any(mutant.file == f"{spec.name}.cu" for mutant in barriers), f"{spec.name} has no barrier?"
 
 

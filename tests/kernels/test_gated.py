@@ -7,6 +7,7 @@ Bound = twice the error of the formula that the kernel has, step by step in its 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ class BackEnd(NamedTuple):
     tile: str = ""
     seed: int = 0
     """Order in which an emulated kernel's threads take turns."""
+    sources: Path | None = None
+    """CUDA sources in place of the package's own, of the emulator."""
 
     @property
     def spec(self) -> GatedSpec:
@@ -82,11 +85,16 @@ class BackEnd(NamedTuple):
 
         return cupy
 
+    @property
+    def emulator(self) -> GatedEmulator:
+        """What emulates the kernel."""
+        return GatedEmulator(self.kernel, self.tile, seed=self.seed, sources=self.sources)
+
     def call(self, op: str, *arrays: Any, **options: Any) -> Any:
         """Call a function of `cuflash`; skip what the kernel refuses."""
         try:
             if not self.on_gpu:
-                return getattr(GatedEmulator(self.kernel, self.tile, seed=self.seed), op)(*arrays, **options)
+                return getattr(self.emulator, op)(*arrays, **options)
             with cuflash.options(kernel=self.kernel, tile=self.tile):
                 return getattr(cuflash, op)(*arrays, **options)
         except ValueError as error:
@@ -316,13 +324,13 @@ def test_chunks_without_a_state_have_one_of_zeros(back_end: BackEnd) -> None:
     few = arrays | {"h": arrays["h"][:2]}
     placed, given = _place(back_end, few | {"cu_seqlens": np.zeros_like(arrays["cu_seqlens"])}, "contiguous", False)
     given["v_new"] = given.pop("v")
-    out = back_end.host(_unchecked(back_end, given, arrays["cu_seqlens"]))
+    out = back_end.host(unchecked(back_end, given, arrays["cu_seqlens"]))
     with_zeros = arrays | {"h": np.concatenate([arrays["h"][:2], np.zeros_like(arrays["h"][2:])])}
     np.testing.assert_array_equal(out.astype(np.float64), check_output(back_end, with_zeros).astype(np.float64))
     assert all(x.unchanged() for name, x in placed.items() if name != "cu_seqlens")
 
 
-def _unchecked(back_end: BackEnd, given: dict[str, Any], boundaries: np.ndarray, **options: Any) -> Any:
+def unchecked(back_end: BackEnd, given: dict[str, Any], boundaries: np.ndarray, **options: Any) -> Any:
     """Call with boundaries that nobody looks at before the kernel does, as on a GPU."""
     if back_end.on_gpu:
         given["cu_seqlens"][...] = back_end.xp.asarray(boundaries)
@@ -330,8 +338,7 @@ def _unchecked(back_end: BackEnd, given: dict[str, Any], boundaries: np.ndarray,
     describe = describe_chunk_gated_output if "h" in given else describe_chunk_gated_delta_rule
     problem, infos = describe(**given, **options)
     given["cu_seqlens"][...] = boundaries
-    emulator = GatedEmulator(back_end.kernel, seed=back_end.seed)
-    return emulator.run(problem, infos, options.get("out"), options.get("output_final_state", False))
+    return back_end.emulator.run(problem, infos, options.get("out"), options.get("output_final_state", False))
 
 
 MALFORMED = {
@@ -353,7 +360,7 @@ def test_malformed_boundaries_stay_inside_the_arrays(back_end: BackEnd, name: st
     placed, given = _place(back_end, arrays, "contiguous", False)
     given["v_new"] = given.pop("v")
     written = Poisoned(back_end.xp, arrays["v"].shape, back_end.dtype, "contiguous")
-    _unchecked(back_end, given, boundaries, out=written.array)
+    unchecked(back_end, given, boundaries, out=written.array)
     assert written.unchanged(outside_only=True)
     assert all(x.unchanged() for name, x in placed.items() if name != "cu_seqlens")
 
@@ -476,7 +483,7 @@ def test_malformed_boundaries_of_the_delta_rule(back_end: BackEnd, name: str, mo
     arrays["initial_state"] = arrays["initial_state"].astype(computed_dtype(back_end.dtype))
     placed, given = _place(back_end, arrays, "contiguous", False)
     written = Poisoned(back_end.xp, arrays["v"].shape, back_end.dtype, "contiguous")
-    _unchecked(back_end, given, boundaries, out=written.array, output_final_state=True)
+    unchecked(back_end, given, boundaries, out=written.array, output_final_state=True)
     assert written.unchanged(outside_only=True)
     assert all(x.unchanged() for name, x in placed.items() if name != "cu_seqlens")
 
