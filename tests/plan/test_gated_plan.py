@@ -281,4 +281,4 @@ def test_log_names_kernel_and_tile(op: str, capsys: pytest.CaptureFixture[str]) 
         else:
             cuflash.recurrent_gated_delta_rule(x, x, x, gates, gates, state)
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"cuflash: {op} float16, .* -> gated_\w+ tile \d+x\d+, .*", line)
+    assert re.fullmatch(rf"cuflash: {op} float16, .* -> gated_\w+ tile \d+x\d+(x2)?, .*", line)
