@@ -198,7 +198,7 @@ def _many_threads(emulator: Emulator) -> None:
 def _last_digits(emulator: Emulator) -> None:
     """More keys than a sum in double precision takes."""
     if emulator.spec.dtypes == ("float64",):
-        arrays = draw("normal", 4, 4096, 16)
+        arrays = draw("normal", "float64", 4, 4096, 16)
         assert_precise("normal", emulator.attention(*arrays), arrays)
 
 
