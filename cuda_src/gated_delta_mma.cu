@@ -110,6 +110,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, Arriving& chunk, cons
 #pragma unroll
         for (int i = 0; i < kTokenSteps / kShares; ++i) {
             const int first = (i * kShares + warp.share) * 16;
+            // right either way: keys behind the rows weigh nothing
             if (first > warp.row) continue;
             Fragment keys;
             ldmatrix_x4(keys, k + first * kPitch * 2 + step * 32);
@@ -119,6 +120,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, Arriving& chunk, cons
 #pragma unroll
     for (int i = 0; i < kTokenSteps / kShares; ++i) {
         const int first = (i * kShares + warp.share) * 16;
+        // right either way: keys behind the rows weigh nothing
         if (first > warp.row) continue;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {

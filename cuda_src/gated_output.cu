@@ -70,6 +70,7 @@ __device__ __forceinline__ void weigh(const GatedRows& rows) {
     SharedTiles& shared = rows.shared;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Accumulator scores[kRows][kKeys] = {};
+    // right either way: features behind the last are 0
     for (int first = 0; first < rows.params.head_dim; first += kPiece) {
         rows.load_q(first);
         rows.load_k(first);
@@ -92,9 +93,8 @@ __device__ __forceinline__ void weigh(const GatedRows& rows) {
         for (int n = 0; n < kKeys; ++n) {
             const int key = n * 32 + lane;
             if (key >= kBlockM) continue;
-            const bool sees = key <= row && rows.has_token(row);
-            const Accumulator decay = sees ? decay_between(shared.log_decay[row], shared.log_decay[key]) : 0;
-            shared.weights[warp * kRows + r][key] = sees ? scores[r][n] * decay : 0;
+            const Accumulator weight = scores[r][n] * decay_between(shared.log_decay[row], shared.log_decay[key]);
+            shared.weights[warp * kRows + r][key] = key <= row ? weight : 0;
         }
     }
 }
@@ -129,7 +129,7 @@ __device__ __forceinline__ void compute_slice(const GatedRows& rows, int column)
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const int row = rows.first_row + first + r;
-        const Accumulator decay = rows.has_token(row) ? exponential(shared.log_decay[row]) : 0;
+        const Accumulator decay = exponential(shared.log_decay[row]);
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) o[r][c] *= decay;
     }
@@ -160,13 +160,14 @@ __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTi
     __syncthreads();
     const int head_k = static_cast<int>(divide(block.head, params.group_size));
     const GatedRows rows = {params, shared, block.head, head_k, block.part * kRowTile};
+    // right either way: nothing would be stored
     if (!rows.has_token(rows.first_row)) return;
     for (int token = threadIdx.x; token < kBlockM; token += kThreads) {
         const char* const gate = rows.row(params.log_g, params.log_g_strides, token, block.head);
         shared.log_decay[token] = gate ? load_float(gate, params.gate_dtype) : 0;
     }
     weigh(rows);
-    __syncthreads();
+    // right either way: nothing would be stored of a slice more
     for (int column = 0; column < params.head_dim_v; column += kSlice) compute_slice(rows, column);
 }
 

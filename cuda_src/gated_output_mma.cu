@@ -101,6 +101,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, 
         ldmatrix_x4(queries, q + step * 32);
 #pragma unroll
         for (int n = 0; n < kKeyTiles; n += 2) {
+            // right either way: keys behind the rows weigh nothing
             if (n > 2 * group) continue;
             Fragment keys;
             ldmatrix_x4(keys, k + n * 8 * kPitch * 2 + step * 32);
@@ -111,6 +112,7 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, int group, int lane, 
     const float later[2] = {shared.log_decay[first], shared.log_decay[first + 8]};
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
+        // right either way: keys behind the rows weigh nothing
         if (n > 2 * group + 1) continue;
         const int key = n * 8 + lane % 4 * 2;
         const auto earlier = *reinterpret_cast<const Gates*>(&shared.log_decay[key]);
@@ -195,7 +197,10 @@ __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTi
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
     const Chunk& chunk = shared.chunk;
-    if (chunk.num_tokens == 0) return cp_async_wait();
+    if (chunk.num_tokens == 0) {
+        cp_async_wait();
+        return;
+    }
     loads.q_and_k();
     for (int token = threadIdx.x; token < kBlockM; token += kThreads) {
         const char* const gate = chunk_row(params.log_g, params.log_g_strides, chunk, token, block.head);

@@ -61,6 +61,7 @@ __device__ __forceinline__ void fill_a(SharedTiles& shared, int group, int share
 #pragma unroll
         for (int i = 0; i < kNumBlocks / 2; ++i) {
             const int block = 2 * i + share;
+            // right either way: A is what is below the diagonal
             if (block > group) continue;
             Fragment columns;
             ldmatrix_x4(columns, right + block * kSize * kPitch * 2 + step * 32);
@@ -69,12 +70,14 @@ __device__ __forceinline__ void fill_a(SharedTiles& shared, int group, int share
     }
 #pragma unroll
     for (int i = 0; i < kNumBlocks / 2; ++i) {
+        // right either way: A is what is below the diagonal
         if (2 * i + share > group) continue;
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
             const int row = group * kSize + lane / 4 + e / 2 % 2 * 8;
             const int column = (2 * i + share) * kSize + e / 4 * 8 + lane % 4 * 2 + e % 2;
             const float decay = exp2_approximate(shared.log_decay[row] - shared.log_decay[column]);
+            // right either way: nobody looks at the others
             shared.a[row][column] = column < row ? shared.beta[row] * decay * products[i][e / 4][e % 4] : 0;
         }
     }
@@ -88,6 +91,7 @@ __device__ __forceinline__ void invert_diagonal(SharedTiles& shared, int group, 
     for (int i = 0; i < kSize; ++i) {
         float sum = i == lane ? 1 : 0;
 #pragma unroll
+        // right either way: A is 0 on the diagonal
         for (int k = 0; k < i; ++k) sum = multiply_add(-shared.a[first + i][first + k], column[k], sum);
         column[i] = sum;
     }
@@ -162,6 +166,7 @@ __device__ __forceinline__ void split_inverse(SharedTiles& shared, int group, in
         for (int e = 0; e < 2; ++e) {
             const int at = column + e;
             const float factor = decays ? shared.decayed_beta[at] : shared.beta[at];
+            // right either way: the inverse is 0 there
             values[e] = at <= row ? shared.inverse[row][at] * factor : 0;
         }
         high[i] = pack(values[0], values[1]);
@@ -176,6 +181,7 @@ __device__ __forceinline__ void transform(const GatedParams& params, SharedTiles
     Fragment high[kNumBlocks], low[kNumBlocks];
 #pragma unroll
     for (int step = 0; step < kNumBlocks; ++step) {
+        // right either way: others are not multiplied
         if (step <= group) split_inverse(shared, group, lane, step, decays, high[step], low[step]);
     }
     const SharedAddress right = left_address(rows, lane);
@@ -206,6 +212,7 @@ __device__ __forceinline__ void gated_wy(const GatedParams& params, SharedTiles&
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
     const Chunk& chunk = shared.chunk;
+    // right either way: nothing would be stored, or nobody would look at it
     if (chunk.num_tokens == 0 || chunk.is_hidden) return;
     load(params, shared, block.head);
     __syncthreads();

@@ -45,8 +45,9 @@ def _type(emulator: Emulator) -> Any:
 
 
 def _is_one(out: np.ndarray) -> bool:
-    """Whether weights of ones add up to one: sums of weights and of weighted values differ by the last digit."""
-    return bool((np.abs(out.astype(np.float64) - 1) <= 1e-15).all())
+    """Whether weights of ones add up to one: sums of weights and of weighted values differ by the last digits."""
+    bound = 2.5e-7 if out.dtype == np.float32 else 1e-15  # tensor cores truncate what they add
+    return bool((np.abs(out.astype(np.float64) - 1) <= bound).all())
 
 
 def _pinned(emulator: Emulator, tile: str) -> Emulator:

@@ -147,6 +147,7 @@ GATED_CALLS: dict[str, list[Call]] = {
     ],
     CHUNKS: [
         partial(_chunks, heads=(1, 2, 20, 24), layout="gaps", swap=False),
+        partial(_chunks, heads=(1, 1, 136, 16), layout="contiguous", swap=False),
         partial(_chunks, heads=(2, 2, 32, 72), layout="contiguous", swap=False),
         partial(_chunks, heads=(1, 1, 64, 64), layout="contiguous", swap=True),
         _packed,
