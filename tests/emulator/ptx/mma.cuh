@@ -20,13 +20,11 @@ inline float mma_element(unsigned int pair, int half) {
 // Addends lose what is two bits below a float's last of the largest, the sum what is below its own last.
 template <int kCount>
 inline float tensor_core_sum(const double (&addends)[kCount]) {
-    double largest = 0, sum = 0;
-    for (const double addend : addends) largest = fmax(largest, fabs(addend));
-    const bool in_range = largest > 1e-200 && largest < 3e38;
-    const double unit = in_range ? __builtin_ldexp(1.0, __builtin_ilogb(largest) - 25) : 1;
-    const double inverse = 1 / unit;
-    for (const double addend : addends)
-        sum += in_range ? static_cast<double>(static_cast<long long>(addend * inverse)) * unit : addend;
+    double largest = 0, exact = 0, sum = 0;
+    for (const double addend : addends) largest = fmax(largest, fabs(addend)), exact += addend;
+    if (!(largest > 1e-200 && fabs(exact) < 3e38)) return static_cast<float>(exact);  // not a number, among others
+    const double unit = __builtin_ldexp(1.0, __builtin_ilogb(largest) - 25), inverse = 1 / unit;
+    for (const double addend : addends) sum += static_cast<double>(static_cast<long long>(addend * inverse)) * unit;
     return __double2float_rz(sum);
 }
 
