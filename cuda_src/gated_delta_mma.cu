@@ -10,6 +10,10 @@
 // Warps: two own 16 tokens of the chunk, half of the features each, and every one some of the state. All need all of
 // the state, and of v', which they leave in shared memory in 16 bits.
 
+#ifndef CUFLASH_THREADS
+#define CUFLASH_THREADS 256  // the only number
+#endif
+
 #include "gated/load.cuh"
 #include "gated/sequence.cuh"
 #include "gated/store.cuh"

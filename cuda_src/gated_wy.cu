@@ -9,6 +9,10 @@
 // below it, T_ij = -T_ii (sum over j <= k < i of A_ik T_kj). It is multiplied as the sum of two 16-bit matrices: where
 // keys are nearly parallel its elements are large, and their errors would be, too.
 
+#ifndef CUFLASH_THREADS
+#define CUFLASH_THREADS 256  // the only number
+#endif
+
 #include "gated/load.cuh"
 #include "gated/steps.cuh"
 #include "gated/store.cuh"
