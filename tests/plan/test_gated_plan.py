@@ -195,14 +195,14 @@ def test_chunks_are_prepared_in_a_workspace(packed: bool) -> None:
     preparation = found.preparation
     assert preparation is not None and preparation.program.kernel == "gated_wy"
     assert preparation.num_blocks == (1000 // 64 + 4 if packed else 2 * 16) * 8
-    assert found.workspace == (1 if packed else 2) * 1000 * 8 * 2 * (128 + 128)
+    assert found.workspace == (1 if packed else 2) * 1000 * 8 * (2 * (128 + 128) + 16)
     assert f"{found.workspace} bytes of workspace" in str(found)
     assert plan(delta_problem("float32")).preparation is None
 
 
 def test_plans_print_as_one_line() -> None:
     assert re.fullmatch(
-        r"gated_output_mma tile 64x128, 128 threads, \d+ blocks, \d+ bytes of shared memory",
+        r"gated_output_mma tile 64x128, 256 threads, \d+ blocks, \d+ bytes of shared memory",
         str(plan(output_problem())),
     )
 
