@@ -148,7 +148,7 @@ __device__ __forceinline__ void compute_slice(const GatedRows& rows, int column)
 #pragma unroll
         for (int c = 0; c < kColumns; ++c) {
             const int at = column + c * 32 + static_cast<int>(threadIdx.x % 32);
-            const Accumulator value = shared.chunk.is_hidden ? 0 : static_cast<Accumulator>(params.scale) * o[r][c];
+            const Accumulator value = shared.chunk.sequence < 0 ? 0 : static_cast<Accumulator>(params.scale) * o[r][c];
             if (at < params.head_dim_v) store_bits(out + at * params.out_strides.column, to_output(value));
         }
     }

@@ -171,7 +171,7 @@ __device__ __forceinline__ void accumulate(SharedTiles& shared, int group, int f
 
 __device__ __forceinline__ void store(const GatedParams& params, const Chunk& chunk, int head, int column, int row,
                                       int lane, Output& o) {
-    if (chunk.is_hidden) {
+    if (chunk.sequence < 0) {
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
 #pragma unroll

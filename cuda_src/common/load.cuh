@@ -14,15 +14,17 @@ __device__ __forceinline__ Target load_element(const char* address) {
 }
 
 // Copies a [kNumRows][kWidth] piece into shared memory, as it is or, where the target is of the accumulator's type,
-// widened. `row_address` gives a row's address, or null for a row of zeros.
+// widened. `row_address` gives a row's address, or null for a row of zeros. All threads of the block share the work, or
+// `num_loaders` of them.
 template <int kNumRows, int kWidth, typename Target, int kPitch, typename RowAddress>
 __device__ __forceinline__ void load_tile(Target (*target)[kPitch], int target_column, int first_feature,
-                                          int num_features, long long feature_stride, RowAddress row_address) {
+                                          int num_features, long long feature_stride, RowAddress row_address,
+                                          int loader = threadIdx.x, int num_loaders = kThreads) {
     if constexpr (kVectorLoads) {
         constexpr int kElements = 16 / sizeof(Element);
         constexpr int kVector = 16 / sizeof(Accumulator);
         constexpr int kChunks = kWidth / kElements;
-        for (int chunk = threadIdx.x; chunk < kNumRows * kChunks; chunk += kThreads) {
+        for (int chunk = loader; chunk < kNumRows * kChunks; chunk += num_loaders) {
             const int row = chunk / kChunks;
             const int column = chunk % kChunks * kElements;
             const char* source = row_address(row);
@@ -44,7 +46,7 @@ __device__ __forceinline__ void load_tile(Target (*target)[kPitch], int target_c
             }
         }
     } else {
-        for (int element = threadIdx.x; element < kNumRows * kWidth; element += kThreads) {
+        for (int element = loader; element < kNumRows * kWidth; element += num_loaders) {
             const int row = element / kWidth;
             const int column = element % kWidth;
             const char* source = row_address(row);

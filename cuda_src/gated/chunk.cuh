@@ -12,7 +12,7 @@ struct Chunk {
     long long batch;  // 0 for packed sequences
     long long begin;  // first token
     int num_tokens;   // 0: there is no such chunk
-    bool is_hidden;   // tokens of no sequence, whose output is 0
+    int sequence;     // -1: tokens of none, whose output is 0
 };
 
 // Finds the chunk of packed sequences with a number, by a running sum over all sequences and the tokens before and
@@ -44,14 +44,15 @@ __device__ __forceinline__ void find_packed_chunk(const GatedParams& params, lon
         if (owners != 0) {
             if (lane == __ffs(owners) - 1) {
                 const int at = begin + (static_cast<int>(index) - chunks_before - (running - own)) * kBlockM;
-                chunk = {index, 0, at, min(end - at, kBlockM), i == 0 || i > params.num_sequences};
+                chunk = {index, 0, at, min(end - at, kBlockM),
+                         i > params.num_sequences ? -1 : static_cast<int>(i) - 1};
             }
             return;
         }
         first_token = __shfl_sync(kAllLanes, end, 31);
         chunks_before += __shfl_sync(kAllLanes, running, 31);
     }
-    if (lane == 0) chunk = {index, 0, 0, 0, false};
+    if (lane == 0) chunk = {index, 0, 0, 0, -1};
 }
 
 // Called by the 32 lanes of one warp together; the block waits for it.
@@ -62,7 +63,7 @@ __device__ __forceinline__ void find_chunk(const GatedParams& params, long long 
         const long long chunks = (params.seqlen + kBlockM - 1) / kBlockM, batch = divide(index, chunks);
         const long long begin = (index - batch * chunks) * kBlockM;
         chunk = {index, batch, begin, static_cast<int>(min(params.seqlen - begin, static_cast<long long>(kBlockM))),
-                 false};
+                 static_cast<int>(batch)};
     }
 }
 

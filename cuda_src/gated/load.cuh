@@ -6,16 +6,17 @@
 namespace cuflash {
 
 // The first `num_rows` of kNumRows rows from an address on, of which `num_features` are there; others become zeros.
-// A thread has the same columns of each of its rows, so that addresses are but added to.
-template <int kNumRows, int kWidth, bool kVectors = kVectorLoads, int kPitch>
+// kLoaders threads share the work; one has the same columns of each of its rows, so that addresses are but added to.
+template <int kNumRows, int kWidth, int kLoaders = kThreads, int kPitch>
 __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char* source, long long row_stride,
-                                          long long column_stride, long long num_rows, int num_features) {
-    if constexpr (kVectors) {
-        constexpr int kChunks = kWidth / 8, kStep = kThreads / kChunks;
+                                          long long column_stride, long long num_rows, int num_features,
+                                          int loader = threadIdx.x) {
+    if constexpr (kVectorLoads) {
+        constexpr int kChunks = kWidth / 8, kStep = kLoaders / kChunks;
         static_assert(kWidth % 8 == 0 && kStep > 0);
-        const int row = threadIdx.x / kChunks, column = threadIdx.x % kChunks * 8;
+        const int row = loader / kChunks, column = loader % kChunks * 8;
         // right either way: threads behind the last whole row would load rows of others again
-        if (kThreads % kChunks != 0 && row >= kStep) return;
+        if (kLoaders % kChunks != 0 && row >= kStep) return;
         const int rows_left =
             column < num_features ? static_cast<int>(min(num_rows, static_cast<long long>(kNumRows))) : 0;
         source += row * row_stride + column * 2;
@@ -27,8 +28,9 @@ __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char*
             source += kStep * row_stride;
         }
     } else {
-        load_tile<kNumRows, kWidth>(target, 0, 0, num_features, column_stride,
-                                    [&](int row) { return row < num_rows ? source + row * row_stride : nullptr; });
+        load_tile<kNumRows, kWidth>(
+            target, 0, 0, num_features, column_stride,
+            [&](int row) { return row < num_rows ? source + row * row_stride : nullptr; }, loader, kLoaders);
     }
 }
 

@@ -33,7 +33,7 @@ struct GatedParams {
     const char* initial_state;  // null: zeros
     char* final_state;          // null: not wanted
     const char* cu_seqlens;     // null: all sequences have `seqlen` tokens
-    char* transformed;          // w and u of gated_wy.cu
+    char* prepared;             // Prepared of gated/prepared.cuh, of each head of each chunk
 
     TokenStrides q_strides;
     TokenStrides k_strides;
@@ -59,21 +59,6 @@ struct GatedParams {
     int gate_dtype;  // CUFLASH_FLOAT16 ...
     int beta_dtype;
 };
-
-// Of each head of v of each token, one behind the other: rows of w and u, padded as the tiles are, and TokenDecays.
-constexpr int kTransformedBytes = 2 * (kHeadDim + kHeadDimV) + 16;
-
-// Of a token in its chunk.
-struct alignas(16) TokenDecays {
-    float log;         // c, to base 2
-    float from_begin;  // exp(c)
-    float to_end;      // exp(c_last - c)
-    float of_chunk;    // exp(c_last)
-};
-
-__device__ __forceinline__ long long transformed_row(const GatedParams& params, long long token, int head) {
-    return (token * params.num_heads_v + head) * kTransformedBytes;
-}
 
 // Which part of a head of a sequence or chunk is a block's own.
 struct GatedBlock {

@@ -17,7 +17,7 @@ from .compile import kernel_function
 from .launch import device_info
 from .workspace import Result, allocate_with_workspace
 
-POINTERS: Fields = tuple((name, "Q") for name in (*GATED_ARRAYS, "transformed"))
+POINTERS: Fields = tuple((name, "Q") for name in (*GATED_ARRAYS, "prepared"))
 STRIDED = GATED_ARRAYS[:-1]
 VALUES: Fields = (
     *((f"{name}_strides", "4q") for name in STRIDED),
@@ -95,17 +95,18 @@ Step = tuple[Any, int, int, list[Part]]
 
 @lru_cache(maxsize=1024)
 def _steps(problem: GatedProblem, plan: GatedPlan, device_id: int) -> list[Step]:
-    launches = [(plan.program, plan.num_parts, plan.num_blocks)]
+    launches = [(plan.program, plan.tile.num_threads, plan.num_parts, plan.num_blocks)]
     if plan.preparation is not None:
-        launches.insert(0, (plan.preparation.program, 1, plan.preparation.num_blocks))
+        program, num_threads, num_blocks = plan.preparation
+        launches.insert(0, (program, num_threads, 1, num_blocks))
     return [
         (
             kernel_function(program, device_id),
-            plan.tile.num_threads,
+            num_threads,
             program.shared_memory,
             gated_parts(problem, num_parts, num_blocks),
         )
-        for program, num_parts, num_blocks in launches
+        for program, num_threads, num_parts, num_blocks in launches
         if num_blocks
     ]
 
@@ -136,7 +137,7 @@ def execute_gated_on_gpu(problem: GatedProblem, infos: dict[str, ArrayInfo], out
         batch = () if traits.op == "chunk_gated_output" else (infos["q"].shape[0],)
         shape = (*batch, problem.seqlen, problem.num_heads_v, traits.head_dim_v)
         result = Result(shape, traits.dtype, strides.out)
-        out, _workspace, addresses["transformed"] = allocate_with_workspace(cupy, result, out, plan.workspace, None)
+        out, _workspace, addresses["prepared"] = allocate_with_workspace(cupy, result, out, plan.workspace, None)
         addresses.setdefault("out", out.data.ptr)
         if final:
             assert strides.final_state is not None, "it is wanted"

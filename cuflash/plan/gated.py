@@ -25,8 +25,6 @@ ROW_TILE = 16
 REGISTERS = 80
 """Of a thread of gated_output_mma.cu, roughly."""
 RECURRENT_THREADS = 256
-WY_TOKENS, WY_THREADS = 64, 256
-"""Of a chunk of gated_wy.cu and gated_delta_mma.cu, and threads of a block of either."""
 
 
 class GatedTile(NamedTuple):
@@ -38,7 +36,7 @@ class GatedTile(NamedTuple):
     """Features of v."""
     num_threads: int
     stages: int = 1
-    """Buffers for chunks: with two, the next one arrives while one is computed."""
+    """How many chunks arrive while one is computed."""
 
     def __str__(self) -> str:
         return f"{self.tokens or 1}x{self.width}" + (f"x{self.stages}" if self.stages > 1 else "")
@@ -82,6 +80,7 @@ class GatedPreparation(NamedTuple):
     """A launch before the main one."""
 
     program: Program
+    num_threads: int
     num_blocks: int
 
 
@@ -159,48 +158,70 @@ def _output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     return round_up(CHUNK_BYTES + size * elements, 8)
 
 
-# cuda_src/gated_wy.cu and cuda_src/gated_delta_mma.cu
+# cuda_src/gated_inverse.cu and cuda_src/gated_delta_mma.cu
 
 
 def _delta_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 64 if head_dim <= 64 else 128)
+    return round_up(head_dim, 32 if head_dim <= 128 else 64)
 
 
 def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    tiles = [GatedTile(WY_TOKENS, width, WY_THREADS, stages) for stages in (2, 1) for width in (32, 64)]
-    fitting = [tile for tile in tiles if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
-    most = max((tile.stages for tile in fitting), default=0)
-    fits = _wy_shared_memory(traits) <= device.shared_memory_per_block
-    return [tile for tile in fitting if tile.stages == most] if fits else []
+    """Return tiles of the most tokens that fit, each with as many chunks under way as do."""
+    widths = [width for width in (16, 32, 64) if width == 16 or width // 2 < traits.head_dim_v]
+    for tokens in (64, 32):
+        tiles = []
+        for width in widths:
+            made = [GatedTile(tokens, width, 2 * (width + tokens) + 32, stages) for stages in (2, 1)]
+            tiles += [tile for tile in made if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block][:1]
+        if tiles:
+            return tiles
+    return []
 
 
 def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return (
-        ("HEAD_DIM", _delta_bucket(traits.head_dim)),
-        ("HEAD_DIM_V", _delta_bucket(traits.head_dim_v)),
-        ("VARLEN", int(traits.packed)),
-        ("STAGES", tile.stages),
-    )
+    return ("HEAD_DIM", _delta_bucket(traits.head_dim)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
+
+
+def _inverse_bytes(tokens: int) -> int:
+    """sizeof(Inverse) of gated/prepared.cuh."""
+    steps = tokens // 16
+    return steps * (steps + 1) * 512
+
+
+def _decay_bytes(tokens: int) -> int:
+    """sizeof(TokenDecays) of gated/prepared.cuh."""
+    return 12 * tokens
 
 
 def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     bucket, size = _delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
-    narrow = tile.width + 8
-    arriving = tile.tokens * (3 * (bucket + 8) + narrow)
-    shared = (bucket + 2 * tile.tokens) * narrow + tile.tokens * (tile.tokens + 8)
-    return size * (tile.stages * arriving + shared) + tile.stages * 16 * tile.tokens
+    keys, values = size * tile.tokens * (bucket + 8), size * tile.tokens * (tile.width + 8)
+    arriving = 2 * keys + values + _inverse_bytes(tile.tokens) + _decay_bytes(tile.tokens)
+    handed_over = 2 * tile.width // 16 * (bucket + tile.tokens) // 16 * 512
+    return (tile.stages + 1) * arriving + keys + _decay_bytes(tile.tokens) + handed_over
 
 
-def _wy_shared_memory(traits: GatedTraits) -> int:
-    size = WY_TOKENS * ITEMSIZE[traits.dtype]
-    rows = size * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v) + 16)
-    floats = 2 * WY_TOKENS * (WY_TOKENS + 4) + WY_TOKENS * 20 + 3 * WY_TOKENS
-    return rows + 4 * floats + CHUNK_BYTES
+def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:
+    tokens, bucket = tile.tokens, _delta_bucket(problem.traits.head_dim)
+    square = 4 * tokens * (tokens + 4)
+    shared_memory = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), square) + square
+    shared_memory += 2 * 4 * tokens + CHUNK_BYTES
+    held = min(blocks_in_shared_memory(device, shared_memory), 65536 // (128 * 2 * tokens))
+    own = {"BLOCK_N": None, "STAGES": None, "THREADS": 2 * tokens}
+    macros = ((name, own.get(name, value)) for name, value in program.macros)
+    given = tuple((name, value) for name, value in macros if value is not None)
+    return GatedPreparation(
+        Program("gated_inverse", (*given, ("MIN_BLOCKS", max(1, held))), shared_memory),
+        2 * tokens,
+        _num_chunks(problem, tokens),
+    )
 
 
-def _row_bytes(traits: GatedTraits) -> int:
-    """What gated_wy.cu makes of a token of a head."""
-    return ITEMSIZE[traits.dtype] * (_delta_bucket(traits.head_dim) + _delta_bucket(traits.head_dim_v)) + 16
+def _prepared_bytes(problem: GatedProblem, tokens: int) -> int:
+    """What gated_inverse.cu leaves: no two chunks of sequences begin in the same 64 tokens of the same sequence."""
+    packed, num_sequences, seqlen = problem.traits.packed, problem.num_sequences, problem.seqlen
+    chunks = seqlen // tokens + num_sequences if packed else -(-seqlen // tokens) * num_sequences
+    return chunks * problem.num_heads_v * (_inverse_bytes(tokens) + _decay_bytes(tokens)) if seqlen else 0
 
 
 # cuda_src/gated_recurrent.cu
@@ -266,7 +287,7 @@ GATED_KERNELS = (
         macros=_delta_macros,
         shared_memory=_delta_shared_memory,
         vectors=True,
-        preparing="gated_wy",
+        preparing="gated_inverse",
     ),
     GatedSpec(
         name="gated_recurrent",
@@ -304,20 +325,11 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
     tile = min(tiles, key=lambda tile: _time(problem, tile, device)) if spec.preparing else tiles[0]
     num_parts = -(-traits.head_dim_v // tile.width) if spec.vectors else tile.tokens // ROW_TILE
     program = _program(spec, traits, tile, device)
+    num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens and not spec.preparing else _num_walks(problem)) * num_parts
     if not spec.preparing:
-        num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens else _num_walks(problem)) * num_parts
         return GatedPlan(program, tile, num_parts, num_blocks, None, 0)
-    unwanted = ("BLOCK_N", "STAGES")
-    wanted = tuple((name, value) for name, value in program.macros if name not in unwanted)
-    held = blocks_in_shared_memory(device, _wy_shared_memory(traits))
-    macros = *wanted, ("MIN_BLOCKS", max(1, min(held, 3)))
-    preparation = GatedPreparation(
-        Program(spec.preparing, macros, _wy_shared_memory(traits)), _num_chunks(problem, WY_TOKENS)
-    )
-    num_rows = problem.seqlen * (1 if traits.packed else problem.num_sequences) * problem.num_heads_v
-    return GatedPlan(
-        program, tile, num_parts, _num_walks(problem) * num_parts, preparation, num_rows * _row_bytes(traits)
-    )
+    preparation = _preparation(problem, tile, program, device)
+    return GatedPlan(program, tile, num_parts, num_blocks, preparation, _prepared_bytes(problem, tile.tokens))
 
 
 def _time(problem: GatedProblem, tile: GatedTile, device: Device) -> float:
@@ -349,7 +361,7 @@ def _program(spec: GatedSpec, traits: GatedTraits, tile: GatedTile, device: Devi
     alignment = min(traits.input_alignment, traits.result_alignment)
     macros: Macros = (
         ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
-        ("BLOCK_M", tile.tokens or WY_TOKENS),
+        ("BLOCK_M", tile.tokens or 64),
         ("BLOCK_N", tile.width),
         ("THREADS", tile.num_threads),
         ("ALIGNMENT", alignment if spec.vectors or alignment < 16 else ITEMSIZE[traits.dtype]),

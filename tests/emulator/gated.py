@@ -62,11 +62,11 @@ class GatedEmulator:
             state, spans["final_state"] = new_result(shape, traits.state_dtype, strides.final_state, None)
         memory = np.full(plan.workspace + 16, 0xFF, np.uint8)  # poisoned, and of exactly the plan's size
         begin = memory.ctypes.data + -memory.ctypes.data % 16
-        spans["transformed"] = begin, begin, begin + plan.workspace
+        spans["prepared"] = begin, begin, begin + plan.workspace
         written = {"out", "final_state"}
         if plan.preparation is not None:
             made = plan.preparation
-            self._launch(problem, made.program, 1, made.num_blocks, plan.tile.num_threads, spans, {"transformed"})
+            self._launch(problem, made.program, 1, made.num_blocks, made.num_threads, spans, {"prepared"})
         self._launch(problem, plan.program, plan.num_parts, plan.num_blocks, plan.tile.num_threads, spans, written)
         return (out, state) if final else out
 
