@@ -1,4 +1,4 @@
-// What gated_inverse.cu leaves to gated_delta_mma.cu, of each head of v of each chunk.
+// What gated_prepare.cu leaves to gated_delta_mma.cu, of each head of v of each chunk.
 #pragma once
 
 #include "gated/fragments.cuh"
@@ -14,13 +14,20 @@ struct alignas(16) LaneFragment {
 };
 using WarpFragment = LaneFragment[32];
 
-// T diag(beta), as the sum of two matrices of 16 bits. Of its 16 x 16 matrices those on and below the diagonal, row by
-// row; of each the transpose as a right operand.
+constexpr int kNumMatrices = kTokenSteps * (kTokenSteps + 1) / 2;
+
+// Where the matrix of some rows and columns is of those on and below the diagonal, row by row.
+__device__ __forceinline__ constexpr int matrix_at(int row, int column) { return row * (row + 1) / 2 + column; }
+
+// T diag(beta), as the sum of two matrices of 16 bits: of each 16 x 16 of it the transpose as a right operand.
 struct Inverse {
-    WarpFragment high[kTokenSteps * (kTokenSteps + 1) / 2];
-    WarpFragment low[kTokenSteps * (kTokenSteps + 1) / 2];
-    // Where the matrix of some rows and columns is.
-    static __device__ __forceinline__ constexpr int at(int row, int column) { return row * (row + 1) / 2 + column; }
+    WarpFragment high[kNumMatrices];
+    WarpFragment low[kNumMatrices];
+};
+
+// exp(c_i - c_j) (q_i.k_j), for tokens j up to i: left operands.
+struct Weights {
+    WarpFragment matrices[kNumMatrices];
 };
 
 // Of tokens in their chunk; behind its last token c stays as it is.
@@ -32,6 +39,7 @@ struct alignas(16) TokenDecays {
 
 struct Prepared {
     Inverse inverse;
+    Weights weights;
     TokenDecays decays;
 };
 

@@ -158,7 +158,7 @@ def _output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     return round_up(CHUNK_BYTES + size * elements, 8)
 
 
-# cuda_src/gated_inverse.cu and cuda_src/gated_delta_mma.cu
+# cuda_src/gated_prepare.cu and cuda_src/gated_delta_mma.cu
 
 
 def _delta_bucket(head_dim: int) -> int:
@@ -171,7 +171,7 @@ def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     for tokens in (64, 32):
         tiles = []
         for width in widths:
-            made = [GatedTile(tokens, width, 2 * (width + tokens) + 32, stages) for stages in (2, 1)]
+            made = [GatedTile(tokens, width, 2 * (width + tokens) + 64, stages) for stages in (2, 1)]
             tiles += [tile for tile in made if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block][:1]
         if tiles:
             return tiles
@@ -182,10 +182,10 @@ def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macro
     return ("HEAD_DIM", _delta_bucket(traits.head_dim)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
 
 
-def _inverse_bytes(tokens: int) -> int:
-    """sizeof(Inverse) of gated/prepared.cuh."""
+def _matrix_bytes(tokens: int) -> int:
+    """sizeof(Inverse) + sizeof(Weights) of gated/prepared.cuh."""
     steps = tokens // 16
-    return steps * (steps + 1) * 512
+    return 3 * steps * (steps + 1) // 2 * 512
 
 
 def _decay_bytes(tokens: int) -> int:
@@ -196,32 +196,31 @@ def _decay_bytes(tokens: int) -> int:
 def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     bucket, size = _delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     keys, values = size * tile.tokens * (bucket + 8), size * tile.tokens * (tile.width + 8)
-    arriving = 2 * keys + values + _inverse_bytes(tile.tokens) + _decay_bytes(tile.tokens)
+    arriving = 2 * keys + values + _matrix_bytes(tile.tokens) + _decay_bytes(tile.tokens)
     handed_over = 2 * tile.width // 16 * (bucket + tile.tokens) // 16 * 512
     return (tile.stages + 1) * arriving + keys + _decay_bytes(tile.tokens) + handed_over
 
 
 def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:
     tokens, bucket = tile.tokens, _delta_bucket(problem.traits.head_dim)
-    square = 4 * tokens * (tokens + 4)
-    shared_memory = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), square) + square
-    shared_memory += 2 * 4 * tokens + CHUNK_BYTES
+    square = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), 4 * tokens * (tokens + 4))
+    shared_memory = 2 * square + 2 * 4 * tokens + CHUNK_BYTES
     held = min(blocks_in_shared_memory(device, shared_memory), 65536 // (128 * 2 * tokens))
     own = {"BLOCK_N": None, "STAGES": None, "THREADS": 2 * tokens}
     macros = ((name, own.get(name, value)) for name, value in program.macros)
     given = tuple((name, value) for name, value in macros if value is not None)
     return GatedPreparation(
-        Program("gated_inverse", (*given, ("MIN_BLOCKS", max(1, held))), shared_memory),
+        Program("gated_prepare", (*given, ("MIN_BLOCKS", max(1, held))), shared_memory),
         2 * tokens,
         _num_chunks(problem, tokens),
     )
 
 
 def _prepared_bytes(problem: GatedProblem, tokens: int) -> int:
-    """What gated_inverse.cu leaves: no two chunks of sequences begin in the same 64 tokens of the same sequence."""
+    """What gated_prepare.cu leaves: no two chunks of sequences begin in the same 64 tokens of the same sequence."""
     packed, num_sequences, seqlen = problem.traits.packed, problem.num_sequences, problem.seqlen
     chunks = seqlen // tokens + num_sequences if packed else -(-seqlen // tokens) * num_sequences
-    return chunks * problem.num_heads_v * (_inverse_bytes(tokens) + _decay_bytes(tokens)) if seqlen else 0
+    return chunks * problem.num_heads_v * (_matrix_bytes(tokens) + _decay_bytes(tokens)) if seqlen else 0
 
 
 # cuda_src/gated_recurrent.cu
@@ -287,7 +286,7 @@ GATED_KERNELS = (
         macros=_delta_macros,
         shared_memory=_delta_shared_memory,
         vectors=True,
-        preparing="gated_inverse",
+        preparing="gated_prepare",
     ),
     GatedSpec(
         name="gated_recurrent",

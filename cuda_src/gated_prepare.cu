@@ -1,6 +1,6 @@
 // What the chunks of the gated delta rule can compute without the state, for 16-bit floats on sm_80 and newer: with A =
-// strictly lower (beta_i exp(c_i - c_j) k_i.k_j), T diag(beta) where T = (I + A)^-1, and the decays of tokens. They are
-// what gated_delta_mma.cu reads instead of gates and beta.
+// strictly lower (beta_i exp(c_i - c_j) k_i.k_j), T diag(beta) where T = (I + A)^-1, the weights exp(c_i - c_j) q_i.k_j,
+// and the decays of tokens. They are what gated_delta_mma.cu reads instead of gates and beta.
 //
 // Grid: one block per chunk of one head of v. A warp owns 16 tokens.
 //
@@ -23,11 +23,15 @@ constexpr int kSize = 16, kPitch = kHeadDim + 8;
 static_assert(kTokens <= 64 && kThreads == 2 * kTokens, "a lane has two gates, a warp 16 tokens");
 
 struct SharedTiles {
+    // Squares take the place of keys and queries, once those have been multiplied.
     union {
         alignas(16) Element k[kTokens][kPitch];
-        alignas(16) float a[kTokens][kTokens + 4];  // once k has been multiplied
+        alignas(16) float a[kTokens][kTokens + 4];
     };
-    alignas(16) float inverse[kTokens][kTokens + 4];
+    union {
+        alignas(16) Element q[kTokens][kPitch];
+        alignas(16) float inverse[kTokens][kTokens + 4];
+    };
     alignas(16) float beta[kTokens];
     alignas(16) float log_decay[kTokens];
     Chunk chunk;
@@ -38,6 +42,8 @@ __device__ __forceinline__ void load(const GatedParams& params, SharedTiles& sha
     const int head_k = static_cast<int>(divide(head, params.group_size)), thread = threadIdx.x;
     load_rows<kTokens, kHeadDim>(shared.k, chunk_row(params.k, params.k_strides, chunk, 0, head_k),
                                  params.k_strides.token, params.k_strides.column, chunk.num_tokens, params.head_dim);
+    load_rows<kTokens, kHeadDim>(shared.q, chunk_row(params.q, params.q_strides, chunk, 0, head_k),
+                                 params.q_strides.token, params.q_strides.column, chunk.num_tokens, params.head_dim);
     if (thread < 32) {
         const char* const gates = chunk_row(params.log_g, params.log_g_strides, chunk, 0, head);
         const Gates sums = sum_gates(load_gates(params, gates, chunk.num_tokens));
@@ -50,36 +56,47 @@ __device__ __forceinline__ void load(const GatedParams& params, SharedTiles& sha
     cp_async_wait();
 }
 
-// Rows of A of a warp, up to the block on the diagonal. A takes the place of k.
-__device__ __forceinline__ void fill_a(SharedTiles& shared, int warp, int lane) {
-    float products[kTokenSteps][2][4] = {};
-    const SharedAddress left = left_address(shared.k + warp * kSize, lane), right = right_address(shared.k, lane);
+// Rows of A and of the weights of a warp, up to the block on the diagonal. A takes the place of k.
+__device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int lane, Weights& weights) {
+    float products[kTokenSteps][2][4] = {}, scores[kTokenSteps][2][4] = {};
+    const SharedAddress k = left_address(shared.k + warp * kSize, lane), right = right_address(shared.k, lane);
+    const SharedAddress q = left_address(shared.q + warp * kSize, lane);
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-        Fragment rows;
-        ldmatrix_x4(rows, left + step * 32);
+        Fragment keys, queries;
+        ldmatrix_x4(keys, k + step * 32);
+        ldmatrix_x4(queries, q + step * 32);
 #pragma unroll
         for (int block = 0; block < kTokenSteps; ++block) {
-            // right either way: A is what is below the diagonal
+            // right either way: nobody looks at what is above the diagonal
             if (block > warp) continue;
             Fragment columns;
             ldmatrix_x4(columns, right + block * kSize * kPitch * 2 + step * 32);
-            multiply(products[block][0], products[block][1], rows, columns);
+            multiply(products[block][0], products[block][1], keys, columns);
+            multiply(scores[block][0], scores[block][1], queries, columns);
         }
     }
     __syncthreads();
 #pragma unroll
     for (int block = 0; block < kTokenSteps; ++block) {
-        // right either way: A is what is below the diagonal
         if (block > warp) continue;
+        LaneFragment left;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const int row = warp * kSize + lane / 4 + e / 2 % 2 * 8;
-            const int column = block * kSize + e / 4 * 8 + lane % 4 * 2 + e % 2;
-            const float decay = exp2_approximate(shared.log_decay[row] - shared.log_decay[column]);
-            // right either way: nobody looks at the others
-            shared.a[row][column] = column < row ? shared.beta[row] * decay * products[block][e / 4][e % 4] : 0;
+        for (int i = 0; i < 4; ++i) {
+            const int row = warp * kSize + lane / 4 + i % 2 * 8, column = block * kSize + i / 2 * 8 + lane % 4 * 2;
+            float weight[2];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int at = i % 2 * 2 + e;
+                const float decay = exp2_approximate(shared.log_decay[row] - shared.log_decay[column + e]);
+                weight[e] = column + e <= row ? decay * scores[block][i / 2][at] : 0;
+                // right either way: nobody looks at the others
+                shared.a[row][column + e] =
+                    column + e < row ? shared.beta[row] * decay * products[block][i / 2][at] : 0;
+            }
+            left.registers[i] = pack(weight[0], weight[1]);
         }
+        weights.matrices[matrix_at(warp, block)][lane] = left;
     }
 }
 
@@ -170,12 +187,12 @@ __device__ __forceinline__ void store_inverse(const SharedTiles& shared, int war
             low.registers[i] =
                 pack(values[0] - unpacked(high.registers[i], 0), values[1] - unpacked(high.registers[i], 1));
         }
-        target.high[Inverse::at(warp, block)][lane] = high;
-        target.low[Inverse::at(warp, block)][lane] = low;
+        target.high[matrix_at(warp, block)][lane] = high;
+        target.low[matrix_at(warp, block)][lane] = low;
     }
 }
 
-__device__ __forceinline__ void gated_inverse(const GatedParams& params, SharedTiles& shared) {
+__device__ __forceinline__ void gated_prepare(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
     if (warp == 0) find_chunk(params, block.index, shared.chunk);
@@ -193,7 +210,7 @@ __device__ __forceinline__ void gated_inverse(const GatedParams& params, SharedT
         prepared.decays.from_begin[thread] = exp2_approximate(log);
         prepared.decays.to_end[thread] = exp2_approximate(shared.log_decay[kTokens - 1] - log);
     }
-    fill_a(shared, warp, lane);
+    multiply_keys(shared, warp, lane, prepared.weights);
     __syncwarp();
     invert_diagonal(shared, warp, lane);
     invert_below(shared, warp, lane);
@@ -204,7 +221,7 @@ __device__ __forceinline__ void gated_inverse(const GatedParams& params, SharedT
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
-    cuflash_gated_inverse(const __grid_constant__ cuflash::GatedParams params) {
+    cuflash_gated_prepare(const __grid_constant__ cuflash::GatedParams params) {
     extern __shared__ __align__(16) char shared_memory[];
-    cuflash::gated_inverse(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
+    cuflash::gated_prepare(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
 }
