@@ -38,6 +38,12 @@ constexpr int kFirstLoader = kStateWarps + kOutputWarps < 4 ? kStateWarps + kOut
 
 static_assert(kThreads == 32 * (kStateWarps + kOutputWarps) + kLoaders && kHeadDim % 16 == 0 && kBlockN % 16 == 0);
 
+// What every lane of a warp holds of a 16 x 16 matrix.
+struct alignas(16) LaneFragment {
+    unsigned int registers[4];
+};
+using WarpFragment = LaneFragment[32];
+
 // The state before a chunk and its v', as right operands of 16 features of v.
 struct Operands {
     WarpFragment state[kSteps];
@@ -49,8 +55,8 @@ struct SharedTiles {
     alignas(16) Element q[kStages + 1][kTokens][kPitch];
     alignas(16) Element k[kStages + 2][kTokens][kPitch];
     alignas(16) Element v[kStages + 1][kTokens][kPitchV];
-    Inverse inverses[kStages + 1];
-    Weights weights[kStages + 1];
+    Triangle inverses[kStages + 1][2];
+    Triangle weights[kStages + 1];
     TokenDecays decays[kStages + 2];
     Operands operands[2][kStateWarps];
 };
@@ -91,9 +97,12 @@ __device__ __forceinline__ void transpose(Fragment& right, const LaneFragment& l
     right[2] = left.registers[1], right[3] = left.registers[3];
 }
 
-__device__ __forceinline__ void copy(Fragment& fragment, const LaneFragment& source) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) fragment[i] = source.registers[i];
+// A matrix of a triangle as the right operand that is its transpose, or as a left operand.
+__device__ __forceinline__ SharedAddress right_address(Triangle& triangle, int row, int column, int lane) {
+    return shared_address(&triangle.matrices[Triangle::at(row, column)][lane / 16][lane / 8 % 2][lane % 8]);
+}
+__device__ __forceinline__ SharedAddress left_address(Triangle& triangle, int row, int column, int lane) {
+    return shared_address(&triangle.matrices[Triangle::at(row, column)][lane / 8 % 2][lane / 16][lane % 8]);
 }
 
 // What a state warp does to a chunk, in pieces of 16 tokens and in an order that has products of one piece under way
@@ -152,15 +161,16 @@ struct StateWarp {
         }
     }
     // Adds what one matrix of T diag(beta) makes of it.
-    __device__ __forceinline__ void solve(const Fragment& rest, int row, int column, const Inverse& inverse) {
-        Fragment high, low;
-        copy(low, inverse.low[matrix_at(row, column)][lane]);
-        copy(high, inverse.high[matrix_at(row, column)][lane]);
-        multiply(updates[2 * row], updates[2 * row + 1], rest, low);
-        multiply(updates[2 * row], updates[2 * row + 1], rest, high);
+    __device__ __forceinline__ void solve(const Fragment& rest, int row, int column, Triangle (&inverse)[2]) {
+#pragma unroll
+        for (int part = 1; part >= 0; --part) {
+            Fragment factors;
+            ldmatrix_x4(factors, right_address(inverse[part], row, column, lane));
+            multiply(updates[2 * row], updates[2 * row + 1], rest, factors);
+        }
     }
     // v', of which the second half is still to be finished, and the state before it for the output warps.
-    __device__ __forceinline__ void update(SharedAddress keys, SharedAddress values, const Inverse& inverse,
+    __device__ __forceinline__ void update(SharedAddress keys, SharedAddress values, Triangle (&inverse)[2],
                                            const TokenDecays& decays, Operands& operands) {
         constexpr int kHalf = kTokenSteps / 2, kNumLeft = kHalf * kTokenSteps - kHalf * (kHalf - 1) / 2;
         Columns products = {};
@@ -277,7 +287,7 @@ __device__ __forceinline__ void compute_output(SharedTiles& shared, int chunk, i
     for (int block = 0; block < kTokenSteps; ++block) {
         if (block > tokens) break;
         Fragment weights;
-        copy(weights, shared.weights[chunk % (kStages + 1)].matrices[matrix_at(tokens, block)][lane]);
+        ldmatrix_x4(weights, left_address(shared.weights[chunk % (kStages + 1)], tokens, block, lane));
 #pragma unroll
         for (int warp = 0; warp < kStateWarps; ++warp) {
             Fragment columns;
@@ -337,13 +347,13 @@ struct Loads {
         k = params.k + token_offset(params.k_strides, batch, token, head_k);
         v = params.v + token_offset(params.v_strides, batch, token, block.head) + column * params.v_strides.column;
         prepared = prepared_address(params, block.index, token, block.head);
-        weights = prepared + sizeof(Inverse);
+        weights = prepared + 2 * sizeof(Triangle);
     }
     // Asks for what the output of a chunk needs alone, of which `num_tokens` are there, and steps on.
     __device__ __forceinline__ void for_output(SharedTiles& shared, int chunk, long long num_tokens, int loader) {
         load_rows<kTokens, kHeadDim, kLoaders>(shared.q[chunk % (kStages + 1)], q, params.q_strides.token,
                                                params.q_strides.column, num_tokens, params.head_dim, loader);
-        copy_bytes<sizeof(Weights)>(&shared.weights[chunk % (kStages + 1)], weights, loader);
+        copy_bytes<sizeof(Triangle)>(&shared.weights[chunk % (kStages + 1)], weights, loader);
         q += kTokens * params.q_strides.token, weights += prepared_step();
     }
     // The same of all else.
@@ -352,9 +362,9 @@ struct Loads {
                                          params.k_strides.column, num_tokens, params.head_dim, loader);
         load_rows<kTokens, kBlockN, kLoaders>(shared.v[chunk % (kStages + 1)], v, params.v_strides.token,
                                         params.v_strides.column, num_tokens, params.head_dim_v - column, loader);
-        copy_bytes<sizeof(Inverse)>(&shared.inverses[chunk % (kStages + 1)], prepared, loader);
+        copy_bytes<2 * sizeof(Triangle)>(&shared.inverses[chunk % (kStages + 1)], prepared, loader);
         copy_bytes<sizeof(TokenDecays)>(&shared.decays[chunk % (kStages + 2)],
-                                        prepared + sizeof(Inverse) + sizeof(Weights), loader);
+                                        prepared + 3 * sizeof(Triangle), loader);
         k += kTokens * params.k_strides.token, v += kTokens * params.v_strides.token, prepared += prepared_step();
     }
     __device__ __forceinline__ long long prepared_step() const {

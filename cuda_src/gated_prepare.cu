@@ -56,8 +56,15 @@ __device__ __forceinline__ void load(const GatedParams& params, SharedTiles& sha
     cp_async_wait();
 }
 
+// A lane's pair of one of the 8 x 8 matrices: row lane / 4.
+__device__ __forceinline__ void store_pair(Triangle& target, int row, int column, int lower, int right, int lane,
+                                           unsigned int pair) {
+    Element(&matrix)[8][8] = target.matrices[Triangle::at(row, column)][lower][right];
+    *reinterpret_cast<unsigned int*>(&matrix[lane / 4][lane % 4 * 2]) = pair;
+}
+
 // Rows of A and of the weights of a warp, up to the block on the diagonal. A takes the place of k.
-__device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int lane, Weights& weights) {
+__device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int lane, Triangle& weights) {
     float products[kTokenSteps][2][4] = {}, scores[kTokenSteps][2][4] = {};
     const SharedAddress k = left_address(shared.k + warp * kSize, lane), right = right_address(shared.k, lane);
     const SharedAddress q = left_address(shared.q + warp * kSize, lane);
@@ -80,7 +87,6 @@ __device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int
 #pragma unroll
     for (int block = 0; block < kTokenSteps; ++block) {
         if (block > warp) continue;
-        LaneFragment left;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = warp * kSize + lane / 4 + i % 2 * 8, column = block * kSize + i / 2 * 8 + lane % 4 * 2;
@@ -94,9 +100,8 @@ __device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int
                 shared.a[row][column + e] =
                     column + e < row ? shared.beta[row] * decay * products[block][i / 2][at] : 0;
             }
-            left.registers[i] = pack(weight[0], weight[1]);
+            store_pair(weights, warp, block, i % 2, i / 2, lane, pack(weight[0], weight[1]));
         }
-        weights.matrices[matrix_at(warp, block)][lane] = left;
     }
 }
 
@@ -172,9 +177,8 @@ __device__ __forceinline__ void invert_below(SharedTiles& shared, int warp, int 
 }
 
 // Rows of T diag(beta) of a warp.
-__device__ __forceinline__ void store_inverse(const SharedTiles& shared, int warp, int lane, Inverse& target) {
+__device__ __forceinline__ void store_inverse(const SharedTiles& shared, int warp, int lane, Triangle (&target)[2]) {
     for (int block = 0; block <= warp; ++block) {
-        LaneFragment high, low;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = warp * kSize + i / 2 * 8 + lane / 4, column = block * kSize + i % 2 * 8 + lane % 4 * 2;
@@ -183,12 +187,11 @@ __device__ __forceinline__ void store_inverse(const SharedTiles& shared, int war
             for (int e = 0; e < 2; ++e)
                 // right either way: the inverse is 0 there
                 values[e] = column + e <= row ? shared.inverse[row][column + e] * shared.beta[column + e] : 0;
-            high.registers[i] = pack(values[0], values[1]);
-            low.registers[i] =
-                pack(values[0] - unpacked(high.registers[i], 0), values[1] - unpacked(high.registers[i], 1));
+            const unsigned int high = pack(values[0], values[1]);
+            const unsigned int low = pack(values[0] - unpacked(high, 0), values[1] - unpacked(high, 1));
+            store_pair(target[0], warp, block, i / 2, i % 2, lane, high);
+            store_pair(target[1], warp, block, i / 2, i % 2, lane, low);
         }
-        target.high[matrix_at(warp, block)][lane] = high;
-        target.low[matrix_at(warp, block)][lane] = low;
     }
 }
 

@@ -8,26 +8,14 @@ namespace cuflash {
 
 constexpr int kTokens = kBlockM, kTokenSteps = kTokens / 16;
 
-// What every lane of a warp holds of a 16 x 16 matrix.
-struct alignas(16) LaneFragment {
-    unsigned int registers[4];
-};
-using WarpFragment = LaneFragment[32];
+// The 16 x 16 matrices on and below the diagonal of one of tokens and tokens, column by column: each as four of 8 x 8,
+// row by row and so that eight rows of one are in different banks.
+struct alignas(16) Triangle {
+    Element matrices[kTokenSteps * (kTokenSteps + 1) / 2][2][2][8][8];
 
-constexpr int kNumMatrices = kTokenSteps * (kTokenSteps + 1) / 2;
-
-// Where the matrix of some rows and columns is of those on and below the diagonal, row by row.
-__device__ __forceinline__ constexpr int matrix_at(int row, int column) { return row * (row + 1) / 2 + column; }
-
-// T diag(beta), as the sum of two matrices of 16 bits: of each 16 x 16 of it the transpose as a right operand.
-struct Inverse {
-    WarpFragment high[kNumMatrices];
-    WarpFragment low[kNumMatrices];
-};
-
-// exp(c_i - c_j) (q_i.k_j), for tokens j up to i: left operands.
-struct Weights {
-    WarpFragment matrices[kNumMatrices];
+    static __device__ __forceinline__ constexpr int at(int row, int column) {
+        return column * kTokenSteps - column * (column + 1) / 2 + row;
+    }
 };
 
 // Of tokens in their chunk; behind its last token c stays as it is.
@@ -38,8 +26,8 @@ struct alignas(16) TokenDecays {
 };
 
 struct Prepared {
-    Inverse inverse;
-    Weights weights;
+    Triangle inverse[2];  // T diag(beta), as the sum of two matrices of 16 bits, the larger one first
+    Triangle weights;     // exp(c_i - c_j) (q_i.k_j) for tokens j up to i
     TokenDecays decays;
 };
 

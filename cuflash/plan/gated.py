@@ -183,7 +183,7 @@ def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macro
 
 
 def _matrix_bytes(tokens: int) -> int:
-    """sizeof(Inverse) + sizeof(Weights) of gated/prepared.cuh."""
+    """Three times sizeof(Triangle) of gated/prepared.cuh."""
     steps = tokens // 16
     return 3 * steps * (steps + 1) // 2 * 512
 
