@@ -146,8 +146,8 @@ struct StateWarp {
 #pragma unroll
         for (int block = kTokenSteps / 2; block < kTokenSteps; ++block) add(keys, block);
     }
-    // (v - diag(exp(c)) k S)^T of 16 tokens, with `products` of keys and state.
-    __device__ __forceinline__ void subtract(Fragment& rest, int block, const Columns& products, SharedAddress values,
+    // (v - diag(exp(c)) k S)^T of 16 tokens, with `products` of keys and state, as a sum of two.
+    __device__ __forceinline__ void subtract(Fragment (&rest)[2], int block, const Columns& products, SharedAddress values,
                                              const TokenDecays& decays) const {
         Fragment own;
         ldmatrix_x4_transposed(own, values + block * 16 * kPitchV * 2);
@@ -155,18 +155,20 @@ struct StateWarp {
         for (int i = 0; i < 4; ++i) {
             const float(&tile)[4] = products[2 * block + i / 2];
             const Pair decay = pair_of(decays.from_begin, 2 * block + i / 2, lane);
-            const int at = i % 2 * 2;
-            rest[i] =
-                pack(unpacked(own[i], 0) - decay.first * tile[at], unpacked(own[i], 1) - decay.second * tile[at + 1]);
+            const float low = unpacked(own[i], 0) - decay.first * tile[i % 2 * 2];
+            const float high = unpacked(own[i], 1) - decay.second * tile[i % 2 * 2 + 1];
+            rest[0][i] = pack(low, high);
+            rest[1][i] = pack(low - unpacked(rest[0][i], 0), high - unpacked(rest[0][i], 1));
         }
     }
     // Adds what one matrix of T diag(beta) makes of it.
-    __device__ __forceinline__ void solve(const Fragment& rest, int row, int column, Triangle (&inverse)[2]) {
+    __device__ __forceinline__ void solve(const Fragment (&rest)[2], int row, int column, Triangle (&inverse)[2]) {
 #pragma unroll
         for (int part = 1; part >= 0; --part) {
             Fragment factors;
             ldmatrix_x4(factors, right_address(inverse[part], row, column, lane));
-            multiply(updates[2 * row], updates[2 * row + 1], rest, factors);
+            if (part == 0) multiply(updates[2 * row], updates[2 * row + 1], rest[1], factors);
+            multiply(updates[2 * row], updates[2 * row + 1], rest[0], factors);
         }
     }
     // v', of which the second half is still to be finished, and the state before it for the output warps.
@@ -174,7 +176,7 @@ struct StateWarp {
                                            const TokenDecays& decays, Operands& operands) {
         constexpr int kHalf = kTokenSteps / 2, kNumLeft = kHalf * kTokenSteps - kHalf * (kHalf - 1) / 2;
         Columns products = {};
-        Fragment rest[kTokenSteps];
+        Fragment rest[kTokenSteps][2];
         const auto multiply_keys = [&](int step, int first) {
             Fragment rows;
             as_operand(rows, state[2 * step], state[2 * step + 1]);
