@@ -23,15 +23,15 @@
 #endif
 
 #include "gated/load.cuh"
-#include "gated/prepared.cuh"
 #include "gated/sequence.cuh"
+#include "gated/state.cuh"
 #include "gated/store.cuh"
 #include "ptx/exp2.cuh"
 
 namespace cuflash {
 
 constexpr int kPitch = kHeadDim + 8, kPitchV = kBlockN + 8;
-constexpr int kSteps = kHeadDim / 16, kTokenTiles = kTokens / 8;
+constexpr int kSteps = kHeadDim / 16;
 constexpr int kStateWarps = kBlockN / 16, kOutputWarps = kTokenSteps, kLoaders = 64;
 // Loading is little work beside states: the first of the four units of a multiprocessor have both.
 constexpr int kFirstLoader = kStateWarps + kOutputWarps < 4 ? kStateWarps + kOutputWarps : 4;
@@ -60,31 +60,6 @@ struct SharedTiles {
     TokenDecays decays[kStages + 2];
     Operands operands[2][kStateWarps];
 };
-
-// Transposed: 16 features of v, and of k.
-using State = float[2 * kSteps][4];
-// Transposed as well: 16 features of v, and tokens.
-using Columns = float[kTokenTiles][4];
-
-struct Pair {
-    float first, second;
-};
-
-// Of the tokens of a lane's columns of a tile.
-__device__ __forceinline__ Pair pair_of(const float (&of_tokens)[kTokens], int tile, int lane) {
-    const float* const first = &of_tokens[tile * 8 + lane % 4 * 2];
-    struct alignas(8) Both {
-        float first, second;
-    };
-    const Both both = *reinterpret_cast<const Both*>(first);
-    return {both.first, both.second};
-}
-
-// Two neighbouring tiles of a result as the left operand of a product.
-__device__ __forceinline__ void as_operand(Fragment& operand, const float (&first)[4], const float (&second)[4]) {
-    operand[0] = pack(first[0], first[1]), operand[1] = pack(first[2], first[3]);
-    operand[2] = pack(second[0], second[1]), operand[3] = pack(second[2], second[3]);
-}
 
 // A left operand of a product that others read as a right operand.
 __device__ __forceinline__ void hand_over(LaneFragment& target, const Fragment& left) {
@@ -127,12 +102,7 @@ struct StateWarp {
         Fragment plain;
         as_operand(plain, updates[2 * block], updates[2 * block + 1]);
         hand_over(operands.values[block][lane], plain);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const Pair to_end = pair_of(decays.to_end, 2 * block + i / 4, lane);
-            updates[2 * block + i / 4][i % 4] *= i % 2 == 0 ? to_end.first : to_end.second;
-        }
-        as_operand(changes[block], updates[2 * block], updates[2 * block + 1]);
+        decay_to_end(changes[block], updates[2 * block], updates[2 * block + 1], block, decays, lane);
     }
     // S = exp(c_last) S + k^T (exp(c_last - c) v').
     __device__ __forceinline__ void enter(SharedAddress keys, const TokenDecays& decays, Operands& operands) {
@@ -145,21 +115,6 @@ struct StateWarp {
         for (int block = kTokenSteps / 2; block < kTokenSteps; ++block) finish(block, decays, operands);
 #pragma unroll
         for (int block = kTokenSteps / 2; block < kTokenSteps; ++block) add(keys, block);
-    }
-    // (v - diag(exp(c)) k S)^T of 16 tokens, with `products` of keys and state, as a sum of two.
-    __device__ __forceinline__ void subtract(Fragment (&rest)[2], int block, const Columns& products, SharedAddress values,
-                                             const TokenDecays& decays) const {
-        Fragment own;
-        ldmatrix_x4_transposed(own, values + block * 16 * kPitchV * 2);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const float(&tile)[4] = products[2 * block + i / 2];
-            const Pair decay = pair_of(decays.from_begin, 2 * block + i / 2, lane);
-            const float low = unpacked(own[i], 0) - decay.first * tile[i % 2 * 2];
-            const float high = unpacked(own[i], 1) - decay.second * tile[i % 2 * 2 + 1];
-            rest[0][i] = pack(low, high);
-            rest[1][i] = pack(low - unpacked(rest[0][i], 0), high - unpacked(rest[0][i], 1));
-        }
     }
     // Adds what one matrix of T diag(beta) makes of it.
     __device__ __forceinline__ void solve(const Fragment (&rest)[2], int row, int column, Triangle (&inverse)[2]) {
@@ -189,11 +144,12 @@ struct StateWarp {
             }
         };
 #pragma unroll
-        for (int i = 0; i < 4 * kTokenTiles; ++i) updates[i / 4][i % 4] = 0;
+        for (int i = 0; i < kTokens / 2; ++i) updates[i / 4][i % 4] = 0;
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) multiply_keys(step, 0);
 #pragma unroll
-        for (int block = 0; block < kHalf; ++block) subtract(rest[block], block, products, values, decays);
+        for (int block = 0; block < kHalf; ++block)
+            subtract(rest[block][0], rest[block][1], block, products, values + block * 16 * kPitchV * 2, decays, lane);
         // While the second half is multiplied, matrices of the first one's columns.
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -208,7 +164,8 @@ struct StateWarp {
             }
         }
 #pragma unroll
-        for (int block = kHalf; block < kTokenSteps; ++block) subtract(rest[block], block, products, values, decays);
+        for (int block = kHalf; block < kTokenSteps; ++block)
+            subtract(rest[block][0], rest[block][1], block, products, values + block * 16 * kPitchV * 2, decays, lane);
 #pragma unroll
         for (int column = kHalf; column < kTokenSteps; ++column) {
 #pragma unroll
@@ -219,32 +176,12 @@ struct StateWarp {
     }
 };
 
-// Calls `visit(offset, value)` for each element of a state warp that is there.
-template <typename Visit>
-__device__ __forceinline__ void for_each_element(const GatedParams& params, const GatedBlock& block,
-                                                 const StateStrides& strides, int warp, int lane, State& state,
-                                                 Visit visit) {
-    const long long head = block.index * strides.index + block.head * strides.head;
-#pragma unroll
-    for (int tile = 0; tile < 2 * kSteps; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int row = tile * 8 + lane % 4 * 2 + i % 2;
-            const int column = block.part * kBlockN + warp * 16 + i / 2 * 8 + lane / 4;
-            if (row < params.head_dim && column < params.head_dim_v)
-                visit(head + row * strides.row + column * strides.column, state[tile][i]);
-        }
-    }
-}
-
 // From the initial state to the final one.
 __device__ __forceinline__ void walk_states(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
                                             int num_chunks, int warp, int lane) {
     StateWarp own;
     own.lane = lane;
-    if (params.initial_state != nullptr)
-        for_each_element(params, block, params.initial_state_strides, warp, lane, own.state,
-                         [&](long long at, float& value) { value = load_bits<float>(params.initial_state + at); });
+    load_state(params, block, warp, lane, own.state);
 #pragma unroll 1
     for (int chunk = 0; num_chunks > 0; ++chunk) {
         if (chunk > 0) {
@@ -259,9 +196,7 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
                    shared.inverses[chunk % (kStages + 1)], shared.decays[chunk % (kStages + 2)],
                    shared.operands[chunk % 2][warp]);
     }
-    if (params.final_state != nullptr)
-        for_each_element(params, block, params.final_state_strides, warp, lane, own.state,
-                         [&](long long at, float value) { store_bits(params.final_state + at, value); });
+    store_state(params, block, warp, lane, own.state);
 }
 
 using Output = float[2 * kStateWarps][4];
@@ -355,31 +290,22 @@ struct Loads {
     __device__ __forceinline__ void for_output(SharedTiles& shared, int chunk, long long num_tokens, int loader) {
         load_rows<kTokens, kHeadDim, kLoaders>(shared.q[chunk % (kStages + 1)], q, params.q_strides.token,
                                                params.q_strides.column, num_tokens, params.head_dim, loader);
-        copy_bytes<sizeof(Triangle)>(&shared.weights[chunk % (kStages + 1)], weights, loader);
+        copy_bytes<sizeof(Triangle), kLoaders>(&shared.weights[chunk % (kStages + 1)], weights, loader);
         q += kTokens * params.q_strides.token, weights += prepared_step();
     }
     // The same of all else.
     __device__ __forceinline__ void for_state(SharedTiles& shared, int chunk, long long num_tokens, int loader) {
         load_rows<kTokens, kHeadDim, kLoaders>(shared.k[chunk % (kStages + 2)], k, params.k_strides.token,
-                                         params.k_strides.column, num_tokens, params.head_dim, loader);
+                                               params.k_strides.column, num_tokens, params.head_dim, loader);
         load_rows<kTokens, kBlockN, kLoaders>(shared.v[chunk % (kStages + 1)], v, params.v_strides.token,
-                                        params.v_strides.column, num_tokens, params.head_dim_v - column, loader);
-        copy_bytes<2 * sizeof(Triangle)>(&shared.inverses[chunk % (kStages + 1)], prepared, loader);
-        copy_bytes<sizeof(TokenDecays)>(&shared.decays[chunk % (kStages + 2)],
-                                        prepared + 3 * sizeof(Triangle), loader);
+                                              params.v_strides.column, num_tokens, params.head_dim_v - column, loader);
+        copy_bytes<2 * sizeof(Triangle), kLoaders>(&shared.inverses[chunk % (kStages + 1)], prepared, loader);
+        copy_bytes<sizeof(TokenDecays), kLoaders>(&shared.decays[chunk % (kStages + 2)],
+                                                  prepared + 3 * sizeof(Triangle), loader);
         k += kTokens * params.k_strides.token, v += kTokens * params.v_strides.token, prepared += prepared_step();
     }
     __device__ __forceinline__ long long prepared_step() const {
         return params.num_heads_v * static_cast<long long>(sizeof(Prepared));
-    }
-    template <int kBytes>
-    static __device__ __forceinline__ void copy_bytes(void* target, const char* source, int loader) {
-        const SharedAddress shared = shared_address(target) + loader * 16;
-#pragma unroll
-        for (int at = 0; at < kBytes; at += kLoaders * 16) {
-            if (at + kLoaders * 16 <= kBytes || at + loader * 16 < kBytes)
-                cp_async_16(shared + at, source + at + loader * 16, true);
-        }
     }
 };
 

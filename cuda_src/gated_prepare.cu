@@ -1,6 +1,6 @@
 // What the chunks of the gated delta rule can compute without the state, for 16-bit floats on sm_80 and newer: with A =
-// strictly lower (beta_i exp(c_i - c_j) k_i.k_j), T diag(beta) where T = (I + A)^-1, the weights exp(c_i - c_j) q_i.k_j,
-// and the decays of tokens. They are what gated_delta_mma.cu reads instead of gates and beta.
+// strictly lower (beta_i exp(c_i - c_j) k_i.k_j), T diag(beta) where T = (I + A)^-1, the weights exp(c_i - c_j)
+// q_i.k_j, and the decays of tokens. They are what gated_delta_mma.cu reads instead of gates and beta.
 //
 // Grid: one block per chunk of one head of v. A warp owns 16 tokens.
 //
@@ -205,8 +205,7 @@ __device__ __forceinline__ void gated_prepare(const GatedParams& params, SharedT
     if (chunk.num_tokens == 0 || chunk.sequence < 0) return;
     load(params, shared, block.head);
     __syncthreads();
-    auto& prepared =
-        *reinterpret_cast<Prepared*>(prepared_address(params, chunk.sequence, chunk.begin, block.head));
+    auto& prepared = *reinterpret_cast<Prepared*>(prepared_address(params, chunk.sequence, chunk.begin, block.head));
     if (thread < kTokens) {
         const float log = shared.log_decay[thread];
         prepared.decays.log[thread] = log;

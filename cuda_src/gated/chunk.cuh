@@ -44,8 +44,7 @@ __device__ __forceinline__ void find_packed_chunk(const GatedParams& params, lon
         if (owners != 0) {
             if (lane == __ffs(owners) - 1) {
                 const int at = begin + (static_cast<int>(index) - chunks_before - (running - own)) * kBlockM;
-                chunk = {index, 0, at, min(end - at, kBlockM),
-                         i > params.num_sequences ? -1 : static_cast<int>(i) - 1};
+                chunk = {index, 0, at, min(end - at, kBlockM), i > params.num_sequences ? -1 : static_cast<int>(i) - 1};
             }
             return;
         }

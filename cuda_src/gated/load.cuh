@@ -14,17 +14,19 @@ __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char*
     if constexpr (kVectorLoads) {
         constexpr int kChunks = kWidth / 8, kStep = kLoaders / kChunks;
         static_assert(kWidth % 8 == 0 && kStep > 0);
-        const int row = loader / kChunks, column = loader % kChunks * 8;
+        // Without signs, which would take registers of their own.
+        const unsigned int thread = loader, row = thread / kChunks, column = thread % kChunks * 8;
         // right either way: threads behind the last whole row would load rows of others again
         if (kLoaders % kChunks != 0 && row >= kStep) return;
-        const int rows_left =
-            column < num_features ? static_cast<int>(min(num_rows, static_cast<long long>(kNumRows))) : 0;
+        // Behind this thread's first one: compared with constants, where each row would take a register.
+        const int first = static_cast<int>(row), last = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
+        const int rows_left = static_cast<int>(column) < num_features ? last - first : 0;
         source += row * row_stride + column * 2;
         const SharedAddress shared = shared_address(&target[row][column]);
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
             if (i + kStep <= kNumRows || row + i < kNumRows)
-                cp_async_16(shared + i * kPitch * 2, source, row + i < rows_left);
+                cp_async_16(shared + i * kPitch * 2, source, i < rows_left);
             source += kStep * row_stride;
         }
     } else {

@@ -48,11 +48,12 @@ struct GatedParams {
     long long cu_seqlens_size;  // bytes of a boundary, negative when signed
     long long seqlen;           // packed sequences: tokens in all
     long long num_sequences;
-    long long num_chunks;   // rows of states
-    long long first_block;  // index of this launch's first block in the whole grid
+    long long num_chunks;       // rows of states
+    long long first_block;      // index of this launch's first block in the whole grid
+    long long heads_per_block;  // of v, one after the other
     Divisor num_heads_v;
     Divisor group_size;  // heads of v per head of q and k
-    Divisor num_parts;   // blocks that share a head of a sequence or chunk
+    Divisor num_parts;   // blocks that share heads of a sequence or chunk
     double scale;
     int head_dim;
     int head_dim_v;
@@ -60,17 +61,18 @@ struct GatedParams {
     int beta_dtype;
 };
 
-// Which part of a head of a sequence or chunk is a block's own.
+// Which part of which heads of a sequence or chunk is a block's own.
 struct GatedBlock {
     long long index;  // of the sequence or chunk
-    int head;
+    int head;         // the first one
     int part;
 };
 
 __device__ __forceinline__ GatedBlock gated_block(const GatedParams& params) {
     const long long block = params.first_block + blockIdx.x;
-    const long long heads = divide(block, params.num_parts), index = divide(heads, params.num_heads_v);
-    return {index, static_cast<int>(heads - index * params.num_heads_v),
+    const long long heads = divide(block, params.num_parts), head = heads * params.heads_per_block;
+    const long long index = divide(head, params.num_heads_v);
+    return {index, static_cast<int>(head - index * params.num_heads_v),
             static_cast<int>(block - heads * params.num_parts)};
 }
 

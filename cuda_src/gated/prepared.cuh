@@ -8,13 +8,14 @@ namespace cuflash {
 
 constexpr int kTokens = kBlockM, kTokenSteps = kTokens / 16;
 
-// The 16 x 16 matrices on and below the diagonal of one of tokens and tokens, column by column: each as four of 8 x 8,
-// row by row and so that eight rows of one are in different banks.
+// The 16 x 16 matrices on and below the diagonal of one of tokens and tokens: column by column, from the last row
+// upwards, so that of each column a part of the first one's rows is there. Each is four of 8 x 8, row by row, so that
+// eight rows of one are in different banks.
 struct alignas(16) Triangle {
     Element matrices[kTokenSteps * (kTokenSteps + 1) / 2][2][2][8][8];
 
     static __device__ __forceinline__ constexpr int at(int row, int column) {
-        return column * kTokenSteps - column * (column + 1) / 2 + row;
+        return column * kTokenSteps - column * (column - 1) / 2 + kTokenSteps - 1 - row;
     }
 };
 

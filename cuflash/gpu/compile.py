@@ -98,10 +98,18 @@ def _build(program: Program, device_id: int) -> Any:
             raise KernelCompileError(f"could not compile or load {first_line}: {error}{hint}") from error
 
 
+def own_target(kernel: str) -> str:
+    """Return the target that a source with instructions of one architecture alone is compiled for, else ""."""
+    return "sm_90a" if kernel.endswith("_wgmma") else ""
+
+
 def _load(kernel: str, text: str) -> Any:
     import cupy
 
-    return cupy.RawModule(code=text, options=compiler_options(), backend="nvrtc").get_function(f"cuflash_{kernel}")
+    target = own_target(kernel)
+    # CuPy's own -arch stands before it: from NVRTC 12.9 on the last one counts.
+    options = (*compiler_options(), f"-arch={target}") if target else compiler_options()
+    return cupy.RawModule(code=text, options=options, backend="nvrtc").get_function(f"cuflash_{kernel}")
 
 
 def dump(kernel: str, text: str) -> None:
@@ -133,7 +141,12 @@ def compile_offline(program: Program, arch: str, extra_source: str = "") -> Reso
     handle = nvrtc.createProgram(text, f"{program.kernel}_entry.cu", (), ())
     begin = time.thread_time()
     try:
-        options = [*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v"]
+        options = [
+            *compiler_options(),
+            "-ftz=true",
+            f"-arch={own_target(program.kernel) or arch}",
+            "--ptxas-options=-v",
+        ]
         if nvrtc.getVersion() >= (12, 9):
             options.append("--no-cache")  # what NVRTC takes from its cache comes without the assembler's report
         nvrtc.compileProgram(handle, tuple(options))

@@ -27,6 +27,7 @@ VALUES: Fields = (
     ("num_sequences", "q"),
     ("num_chunks", "q"),
     ("first_block", "q"),
+    ("heads_per_block", "q"),
     ("num_heads_v", DIVISOR),
     ("group_size", DIVISOR),
     ("num_parts", DIVISOR),
@@ -48,15 +49,15 @@ Part = tuple[int, bytes]
 """Blocks of a launch, and the struct behind the addresses."""
 
 
-def gated_parts(problem: GatedProblem, num_parts: int, num_blocks: int) -> list[Part]:
+def gated_parts(problem: GatedProblem, num_parts: int, num_blocks: int, heads_per_block: int = 1) -> list[Part]:
     """What a kernel is launched with: once, but for the largest grids."""
     return [
-        (min(MAX_GRID, num_blocks - first_block), _values(problem, num_parts, first_block))
+        (min(MAX_GRID, num_blocks - first_block), _values(problem, num_parts, heads_per_block, first_block))
         for first_block in range(0, num_blocks, MAX_GRID)
     ]
 
 
-def _values(problem: GatedProblem, num_parts: int, first_block: int) -> bytes:
+def _values(problem: GatedProblem, num_parts: int, heads_per_block: int, first_block: int) -> bytes:
     traits, strides = problem.traits, problem.strides
     size = ITEMSIZE[problem.cu_seqlens_dtype] if problem.cu_seqlens_dtype else 0
     return _pack_values(
@@ -67,6 +68,7 @@ def _values(problem: GatedProblem, num_parts: int, first_block: int) -> bytes:
         num_sequences=problem.num_sequences,
         num_chunks=problem.num_chunks,
         first_block=first_block,
+        heads_per_block=heads_per_block,
         num_heads_v=divisor(problem.num_heads_v),
         group_size=divisor(problem.num_heads_v // max(problem.num_heads, 1)),
         num_parts=divisor(num_parts),
@@ -95,18 +97,18 @@ Step = tuple[Any, int, int, list[Part]]
 
 @lru_cache(maxsize=1024)
 def _steps(problem: GatedProblem, plan: GatedPlan, device_id: int) -> list[Step]:
-    launches = [(plan.program, plan.tile.num_threads, plan.num_parts, plan.num_blocks)]
+    launches = [(plan.program, plan.tile.num_threads, plan.num_parts, plan.num_blocks, plan.heads_per_block)]
     if plan.preparation is not None:
         program, num_threads, num_blocks = plan.preparation
-        launches.insert(0, (program, num_threads, 1, num_blocks))
+        launches.insert(0, (program, num_threads, 1, num_blocks, 1))
     return [
         (
             kernel_function(program, device_id),
             num_threads,
             program.shared_memory,
-            gated_parts(problem, num_parts, num_blocks),
+            gated_parts(problem, num_parts, num_blocks, heads_per_block),
         )
-        for program, num_threads, num_parts, num_blocks in launches
+        for program, num_threads, num_parts, num_blocks, heads_per_block in launches
         if num_blocks
     ]
 

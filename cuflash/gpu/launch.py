@@ -219,7 +219,7 @@ def device_info(device_id: int) -> Device:
     attributes = device.attributes
     capability = int(device.compute_capability)
     memory = attributes["MaxSharedMemoryPerBlockOptin"] or attributes["MaxSharedMemoryPerBlock"]
-    return Device(capability, memory, attributes["MultiProcessorCount"])
+    return Device(capability, memory, attributes["MultiProcessorCount"], cupy.cuda.nvrtc.getVersion() >= (12, 9))
 
 
 def find_on_gpu(

@@ -24,6 +24,10 @@ ROW_TILE = 16
 """Rows of a block of gated_output.cu."""
 REGISTERS = 80
 """Of a thread of gated_output_mma.cu, roughly."""
+MAX_HEADS = 4
+"""Of v that a block of gated_output_mma.cu computes, and how many tokens' gates it holds for each thread."""
+MIN_WAVES = 2
+"""Of blocks that compute several heads: fewer would leave multiprocessors without work at the end."""
 RECURRENT_THREADS = 256
 
 
@@ -59,8 +63,14 @@ class GatedSpec(NamedTuple):
     """Bytes per block."""
     vectors: bool
     """Whether it moves 16-byte vectors where arrays allow."""
+    capabilities: tuple[int, ...] = ()
+    """The only compute capabilities that it is for; (): all from the least one on."""
+    limits: Callable[[GatedTraits, Device], str | None] = lambda traits, device: None
+    """What else the kernel refuses, as a sentence."""
     preparing: str = ""
     """A source that computes what does not depend on the state, in a launch before it, with the same macros."""
+    heads: Callable[[GatedProblem, GatedTile, int, Device], int] | None = None
+    """How many heads of v a block computes where one each makes so many blocks; None: one."""
 
     def refusal(self, traits: GatedTraits, device: Device) -> str | None:
         """Return None if the kernel serves such problems on the device, else the reason as a sentence."""
@@ -68,8 +78,14 @@ class GatedSpec(NamedTuple):
             return f"does not implement {traits.op}"
         if device.compute_capability < self.min_compute_capability:
             return f"needs sm_{self.min_compute_capability}, the device is {device.arch}"
+        if self.capabilities and device.compute_capability not in self.capabilities:
+            known = ", ".join(f"sm_{capability}" for capability in self.capabilities)
+            return f"is for {known}, the device is {device.arch}"
         if traits.dtype not in self.dtypes:
             return f"dtype {traits.dtype} is not one of {', '.join(self.dtypes)}"
+        limit = self.limits(traits, device)
+        if limit is not None:
+            return limit
         if not self.tiles(traits, device):
             head_dims = f"{traits.head_dim}/{traits.head_dim_v}"
             return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
@@ -90,11 +106,13 @@ class GatedPlan(NamedTuple):
     program: Program
     tile: GatedTile
     num_parts: int
-    """Blocks that share a head of a sequence or chunk."""
+    """Blocks that share heads of a sequence or chunk."""
     num_blocks: int
     preparation: GatedPreparation | None
     workspace: int
     """Bytes of scratch memory."""
+    heads_per_block: int = 1
+    """Heads of v that a block computes one after the other."""
 
     @property
     def kernel(self) -> str:
@@ -102,10 +120,11 @@ class GatedPlan(NamedTuple):
         return self.program.kernel
 
     def __str__(self) -> str:
+        heads = f" of {self.heads_per_block} heads" if self.heads_per_block > 1 else ""
         workspace = f" ({self.workspace} bytes of workspace)" if self.workspace else ""
         return (
             f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
-            f"{workspace}, {self.program.shared_memory} bytes of shared memory"
+            f"{heads}{workspace}, {self.program.shared_memory} bytes of shared memory"
         )
 
 
@@ -124,21 +143,35 @@ def _mma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
 
 
 def _mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    held = blocks_in_shared_memory(device, _mma_shared_memory(traits, tile))
     return (
         ("HEAD_DIM", _mma_bucket(traits.head_dim)),
         ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"),
         ("VARLEN", 1),
         ("SWAPPED_STATES", int(traits.swapped_states)),
-        ("MIN_BLOCKS", max(1, min(held, 65536 // (REGISTERS * tile.num_threads)))),
+        ("MIN_BLOCKS", _mma_held(traits, tile, device)),
     )
+
+
+def _mma_held(traits: GatedTraits, tile: GatedTile, device: Device) -> int:
+    """Blocks of a multiprocessor."""
+    held = blocks_in_shared_memory(device, _mma_shared_memory(traits, tile))
+    return max(1, min(held, 65536 // (REGISTERS * tile.num_threads)))
 
 
 def _mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     bucket, size = _mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     rows, columns = (tile.width, bucket) if traits.swapped_states else (bucket, tile.width)
     elements = tile.tokens * (bucket + 8 + max(bucket, tile.width) + 8) + rows * (columns + 8)
-    return round_up(size * elements + 4 * tile.tokens + CHUNK_BYTES, 16)
+    steps = tile.tokens // 16
+    weights, decays = steps * (steps + 1) // 2 * 512, MAX_HEADS * 4 * tile.tokens
+    return round_up(size * elements + weights + decays + CHUNK_BYTES, 16)
+
+
+def _mma_heads(problem: GatedProblem, tile: GatedTile, num_blocks: int, device: Device) -> int:
+    """Heads of v for which q, k and scores stay: the more, the less is loaded, the fewer blocks there are."""
+    group = problem.num_heads_v // max(problem.num_heads, 1)
+    enough = MIN_WAVES * device.num_multiprocessors * _mma_held(problem.traits, tile, device)
+    return next(n for n in (MAX_HEADS, 2, 1) if n == 1 or (group % n == 0 and num_blocks // n >= enough))
 
 
 # cuda_src/gated_output.cu
@@ -201,8 +234,32 @@ def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     return (tile.stages + 1) * arriving + keys + _decay_bytes(tile.tokens) + handed_over
 
 
+def _wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
+    if not device.has_own_instructions:
+        return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
+    if traits.head_dim > 128:
+        return f"head_dim {traits.head_dim} is above 128"
+    if min(traits.input_alignment, traits.result_alignment) < 16:
+        return "q, k, v or out have rows that begin on no 16-byte boundary"
+    return None
+
+
+def _wgmma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
+    return [GatedTile(64, 64, 192, 2)]
+
+
+def _wgmma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    return ("HEAD_DIM", round_up(traits.head_dim, 64)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
+
+
+def _wgmma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
+    panels, matrices = 2 * 64 * round_up(traits.head_dim, 64), _matrix_bytes(64)
+    arriving = 2 * panels + 2 * 64 * (64 + 8) + matrices + _decay_bytes(64)
+    return round_up((tile.stages + 1) * arriving + matrices // 3 + 4 * 64 * 48, 1024)
+
+
 def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:
-    tokens, bucket = tile.tokens, _delta_bucket(problem.traits.head_dim)
+    tokens, bucket = tile.tokens, int(dict(program.macros)["HEAD_DIM"])
     square = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), 4 * tokens * (tokens + 4))
     shared_memory = 2 * square + 2 * 4 * tokens + CHUNK_BYTES
     held = min(blocks_in_shared_memory(device, shared_memory), 65536 // (128 * 2 * tokens))
@@ -264,6 +321,7 @@ GATED_KERNELS = (
         macros=_mma_macros,
         shared_memory=_mma_shared_memory,
         vectors=True,
+        heads=_mma_heads,
     ),
     GatedSpec(
         name="gated_output",
@@ -275,6 +333,20 @@ GATED_KERNELS = (
         macros=_output_macros,
         shared_memory=_output_shared_memory,
         vectors=False,
+    ),
+    GatedSpec(
+        name="gated_delta_wgmma",
+        summary="the gated delta rule by chunks on Hopper's tensor cores: float16 and bfloat16",
+        operations=("chunk_gated_delta_rule",),
+        dtypes=("float16", "bfloat16"),
+        min_compute_capability=90,
+        tiles=_wgmma_tiles,
+        macros=_wgmma_macros,
+        shared_memory=_wgmma_shared_memory,
+        vectors=True,
+        capabilities=(90,),
+        limits=_wgmma_limits,
+        preparing="gated_prepare",
     ),
     GatedSpec(
         name="gated_delta_mma",
@@ -324,9 +396,12 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
     tile = min(tiles, key=lambda tile: _time(problem, tile, device)) if spec.preparing else tiles[0]
     num_parts = -(-traits.head_dim_v // tile.width) if spec.vectors else tile.tokens // ROW_TILE
     program = _program(spec, traits, tile, device)
-    num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens and not spec.preparing else _num_walks(problem)) * num_parts
+    num_blocks = (
+        _num_chunks(problem, tile.tokens) if tile.tokens and not spec.preparing else _num_walks(problem)
+    ) * num_parts
     if not spec.preparing:
-        return GatedPlan(program, tile, num_parts, num_blocks, None, 0)
+        heads = spec.heads(problem, tile, num_blocks, device) if spec.heads else 1
+        return GatedPlan(program, tile, num_parts, num_blocks // heads, None, 0, heads)
     preparation = _preparation(problem, tile, program, device)
     return GatedPlan(program, tile, num_parts, num_blocks, preparation, _prepared_bytes(problem, tile.tokens))
 

@@ -14,6 +14,8 @@ class Device(NamedTuple):
     shared_memory_per_block: int
     """Bytes that one block may use (the opt-in maximum)."""
     num_multiprocessors: int
+    has_own_instructions: bool = True
+    """Whether the compiler at hand has those of this architecture alone, as `wgmma` of sm_90a."""
 
     @property
     def arch(self) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.gated import gated_parts, gated_pointers
+from cuflash.gpu.gated import Part, gated_parts, gated_pointers
 from cuflash.plan.gated import make_gated_plan
 from cuflash.plan.plan import Program
 from cuflash.plan.table import Device, device_of
@@ -66,16 +66,16 @@ class GatedEmulator:
         written = {"out", "final_state"}
         if plan.preparation is not None:
             made = plan.preparation
-            self._launch(problem, made.program, 1, made.num_blocks, made.num_threads, spans, {"prepared"})
-        self._launch(problem, plan.program, plan.num_parts, plan.num_blocks, plan.tile.num_threads, spans, written)
+            parts = gated_parts(problem, 1, made.num_blocks)
+            self._launch(made.program, parts, made.num_threads, spans, {"prepared"})
+        parts = gated_parts(problem, plan.num_parts, plan.num_blocks, plan.heads_per_block)
+        self._launch(plan.program, parts, plan.tile.num_threads, spans, written)
         return (out, state) if final else out
 
     def _launch(
         self,
-        problem: GatedProblem,
         program: Program,
-        num_parts: int,
-        num_blocks: int,
+        parts: list[Part],
         num_threads: int,
         spans: dict[str, tuple[int, int, int]],
         written: set[str],
@@ -85,6 +85,6 @@ class GatedEmulator:
         # A state that is updated in place has two names.
         twice = {place[:2] for place in found if place[3]}
         ranges = [place for place in found if place[3] or place[:2] not in twice]
-        for blocks, values in gated_parts(problem, num_parts, num_blocks):
+        for blocks, values in parts:
             kernel = compile_kernel(program, self.sources)
             kernel.launch(blocks, num_threads, program.shared_memory, pointers + values, ranges, self.seed)

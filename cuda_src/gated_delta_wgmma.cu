@@ -1,0 +1,288 @@
+// The gated delta rule, chunk by chunk, on Hopper's tensor cores for 16-bit floats (sm_90a), as gated_delta_mma.cu has
+// it, with T and weights of gated_prepare.cu:
+//     v' = T diag(beta) (v - diag(exp(c)) k S);  S = exp(c_last) S + sum of exp(c_last - c_j) k_j v'_j^T;
+//     o_i = scale (exp(c_i) q_i S + sum over j <= i of weights_ij v'_j).
+//
+// Grid: one block per 64 features of one head of v of one sequence; packed sequences have one more, of the tokens
+// behind the last, whose output is 0.
+//
+// A warpgroup has the state in registers, transposed: each result is a left operand of the next product, whose right
+// operand is in shared memory as it came. Products run beside what scales and rounds the results of others: those of q
+// and S beside v - diag(exp(c)) k S, those of weights and v' beside the next state's rounding, and the output of a
+// chunk is stored while the next one's keys are multiplied. Two more warps load the chunks to come.
+
+#ifndef CUFLASH_BLOCK_N
+#define CUFLASH_BLOCK_N 64  // the only number
+#endif
+#ifndef CUFLASH_STAGES
+#define CUFLASH_STAGES 2
+#endif
+#ifndef CUFLASH_THREADS
+#define CUFLASH_THREADS 192  // the only number
+#endif
+
+#include "gated/load.cuh"
+#include "gated/sequence.cuh"
+#include "gated/state.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cuflash {
+
+constexpr int kSteps = kHeadDim / 16, kPitchV = kBlockN + 8, kLoaders = kThreads - 128;
+constexpr int kRowBytes = 128, kPanelBytes = kTokens * kRowBytes;  // of 64 features
+
+static_assert(kTokens == 64 && kBlockN == 64 && kLoaders == 64 && (kHeadDim == 64 || kHeadDim == 128));
+
+// Rows of tokens as wgmma takes them: 64 features each, swizzled.
+struct alignas(1024) Panels {
+    Element rows[kHeadDim / 64][kTokens][64];
+
+    // Features as rows of a right operand, tokens as its columns: of one step of 16 features.
+    __device__ __forceinline__ SharedMatrix features(int step) {
+        return SharedMatrix::swizzled(shared_address(&rows[step / 4][0][0]), 8 * kRowBytes).at(step % 4 * 32);
+    }
+    // Tokens as rows, features as columns: of 16 tokens.
+    __device__ __forceinline__ SharedMatrix tokens(int block) {
+        return SharedMatrix::swizzled(shared_address(&rows[0][block * 16][0]), 8 * kRowBytes, kPanelBytes);
+    }
+};
+
+// Of the chunk whose state is computed, those to come, and the one before, whose weights are still multiplied.
+struct SharedTiles {
+    Panels k[kStages + 1];
+    Panels q[kStages + 1];  // the last 16 tokens first
+    alignas(16) Element v[kStages + 1][kTokens][kPitchV];
+    Triangle inverses[kStages + 1][2];
+    Triangle weights[kStages + 2];
+    TokenDecays decays[kStages + 1];
+    alignas(16) Element out[4][kTokens][24];  // of each warp, 16 features and 16 bytes that keep rows in other banks
+};
+
+// d = S^T rows^T, of which `state` has the left operands.
+__device__ __forceinline__ void multiply_features(Columns& d, const Fragment (&state)[kSteps], Panels& rows) {
+    wgmma<kBfloat16, false, false>(d, state[0], rows.features(0));
+#pragma unroll
+    for (int step = 1; step < kSteps; ++step) wgmma<kBfloat16, false, true>(d, state[step], rows.features(step));
+}
+
+// Results of triangles have the last 16 tokens first, so that what a column adds to is the first part of registers: the
+// compiler gives each product registers that follow one another.
+__device__ __forceinline__ constexpr int tile_of(int token_tile) {
+    return kTokens / 8 - 2 - token_tile + token_tile % 2 * 2;
+}
+
+// d += a triangle^T, of which a is the left operand of columns from kColumn on.
+template <bool kAdd, int kColumn = 0>
+__device__ __forceinline__ void multiply_triangle(Columns& d, const Fragment (&a)[kTokenSteps], Triangle& triangle) {
+    constexpr int kTiles = kTokens / 8 - 2 * kColumn;
+    const SharedAddress matrices = shared_address(triangle.matrices[Triangle::at(kTokenSteps - 1, kColumn)]);
+    wgmma<kBfloat16, false, kAdd || (kColumn > 0)>(reinterpret_cast<float (&)[kTiles][4]>(d), a[kColumn],
+                                                   SharedMatrix::plain(matrices, 128, 256));
+    if constexpr (kColumn + 1 < kTokenSteps) multiply_triangle<true, kColumn + 1>(d, a, triangle);
+}
+
+// Stores 16 features of tokens of which `num_tokens` are there; `out` is where the first token's begin.
+__device__ __forceinline__ void store(const GatedParams& params, char* out, long long num_tokens, int num_features,
+                                      Element (*staged)[24], int lane, const Columns& o) {
+    const auto scale = static_cast<float>(params.scale);
+    const SharedAddress target = shared_address(&staged[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
+    __syncwarp();
+#pragma unroll
+    for (int block = 0; block < kTokenSteps; ++block) {
+        Fragment pairs;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const float (&tile)[4] = o[tile_of(2 * block + i / 2)];
+            pairs[i] = pack(scale * tile[i % 2 * 2], scale * tile[i % 2 * 2 + 1]);
+        }
+        stmatrix_x4_transposed(target + block * 16 * 24 * 2, pairs);
+    }
+    __syncwarp();
+    const int column = lane % 2 * 8;
+#pragma unroll
+    for (int block = 0; block < kTokenSteps; ++block) {
+        const int token = block * 16 + lane / 2;
+        if (token < num_tokens && column < num_features)
+            *reinterpret_cast<Vector16*>(out + token * params.out_strides.token + column * 2) =
+                *reinterpret_cast<const Vector16*>(&staged[token][column]);
+    }
+}
+
+// What a warp of the warpgroup has of a sequence.
+struct StateWarp {
+    const GatedParams& params;
+    SharedTiles& shared;
+    int warp, lane, num_features;
+    State state = {};
+    Columns o = {};   // of the last chunk, until it is stored
+    Columns updates;  // v'^T
+
+    // From the state before a chunk, of which everything has arrived then, to its v'. Stores `num_tokens` of the chunk
+    // before it to `out`.
+    __device__ __forceinline__ void begin(int chunk, char* out, int num_tokens) {
+        const int slot = chunk % (kStages + 1);
+        const TokenDecays& decays = shared.decays[slot];
+        Fragment rows[kSteps];
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) as_operand(rows[step], state[2 * step], state[2 * step + 1]);
+        __syncthreads();
+        Columns products;
+        wgmma_fence();
+        multiply_features(products, rows, shared.k[slot]);
+        wgmma_commit();
+        wgmma_wait<1>(o);
+        store(params, out, num_tokens, num_features, shared.out[warp], lane, o);
+        wgmma_fence();
+        multiply_features(o, rows, shared.q[slot]);
+        wgmma_commit();
+        wgmma_wait<1>(products);
+        Fragment high[kTokenSteps], low[kTokenSteps];
+        const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
+#pragma unroll
+        for (int i = 0; i < kTokenSteps; ++i)
+            subtract(high[i], low[i], i, products, v + i * 16 * kPitchV * 2, decays, lane);
+        wgmma_fence();
+        multiply_triangle<false>(updates, high, shared.inverses[slot][1]);
+        multiply_triangle<true>(updates, low, shared.inverses[slot][0]);
+        multiply_triangle<true>(updates, high, shared.inverses[slot][0]);
+        wgmma_commit();
+        wgmma_wait<1>(o);
+        const float decay = decays.from_begin[kTokens - 1];
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] *= decay;
+#pragma unroll
+        for (int tile = 0; tile < kTokens / 8; ++tile) {
+            const Pair from_begin = pair_of(decays.from_begin, tile, lane);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) o[tile_of(tile)][i] *= i % 2 == 0 ? from_begin.first : from_begin.second;
+        }
+        wgmma_wait<0>(updates);
+    }
+    // From v' of a chunk to the state behind it, and to its output, which is still under way then.
+    __device__ __forceinline__ void end(int chunk) {
+        const int slot = chunk % (kStages + 1);
+        Fragment plain[kTokenSteps], decayed[kTokenSteps];
+#pragma unroll
+        for (int i = 0; i < kTokenSteps; ++i) {
+            const float (&first)[4] = updates[tile_of(2 * i)], (&second)[4] = updates[tile_of(2 * i + 1)];
+            as_operand(plain[i], first, second);
+            decay_to_end(decayed[i], first, second, i, shared.decays[slot], lane);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < kTokenSteps; ++i) wgmma<kBfloat16, true, true>(state, decayed[i], shared.k[slot].tokens(i));
+        wgmma_commit();
+        multiply_triangle<true>(o, plain, shared.weights[chunk % (kStages + 2)]);
+        wgmma_commit();
+        wgmma_wait<1>(state);
+    }
+};
+
+// From the initial state to the final one. The warps of the block's first 128 threads.
+__device__ __forceinline__ void walk_states(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
+                                            const TokenRange& tokens, int num_chunks, int warp, int lane) {
+    const int column = block.part * kBlockN + warp * 16;
+    char* out =
+        params.out + token_offset(params.out_strides, kVarlen ? 0 : block.index, tokens.begin, block.head) + column * 2;
+    StateWarp own = {params, shared, warp, lane, params.head_dim_v - column};
+    load_state(params, block, warp, lane, own.state);
+    if (num_chunks > 0) {
+        // Nothing is under way where the loop begins again: registers of products could not be told from others there.
+        own.begin(0, out, 0);
+        int chunk = 0;
+#pragma unroll 1
+        for (; chunk + 1 < num_chunks; ++chunk) {
+            own.end(chunk);
+            own.begin(chunk + 1, out, kTokens);
+            out += kTokens * params.out_strides.token;
+        }
+        own.end(chunk);
+        wgmma_wait<0>(own.o);
+        store(params, out, tokens.end - tokens.begin - chunk * static_cast<long long>(kTokens), own.num_features,
+              shared.out[warp], lane, own.o);
+    }
+    store_state(params, block, warp, lane, own.state);
+}
+
+// Rows of tokens of which `num_tokens` are there, the rest zeros; with kReversed the last 16 first.
+template <bool kReversed>
+__device__ __forceinline__ void load_panels(Panels& target, const char* source, long long stride, long long num_tokens,
+                                            int num_features, int loader) {
+    constexpr int kPieces = kHeadDim / 8, kStep = kLoaders / kPieces;
+    static_assert(kStep == 4 || kStep == 8, "swizzles repeat every eight rows");
+    const int row = loader / kPieces, piece = loader % kPieces;
+    const int rows_left =
+        piece * 8 < num_features ? static_cast<int>(min(num_tokens, static_cast<long long>(kTokens))) : 0;
+    const SharedAddress panel = shared_address(&target.rows[piece / 8][row][0]);
+    source += row * stride + piece * 16;
+#pragma unroll
+    for (int i = 0; i < kTokens; i += kStep) {
+        const int first = kReversed ? kTokens - 16 - i + i % 16 * 2 : i;
+        cp_async_16(panel + first * kRowBytes + (piece % 8 ^ (row + i) % 8) * 16, source, row + i < rows_left);
+        source += kStep * stride;
+    }
+}
+
+// Chunks, kStages ahead of the states.
+__device__ __forceinline__ void load_chunks(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
+                                            const TokenRange& tokens, int num_chunks, int loader) {
+    const long long head_k = divide(block.head, params.group_size), batch = kVarlen ? 0 : block.index;
+    const int column = block.part * kBlockN;
+    const char* q = params.q + token_offset(params.q_strides, batch, tokens.begin, head_k);
+    const char* k = params.k + token_offset(params.k_strides, batch, tokens.begin, head_k);
+    const char* v = params.v + token_offset(params.v_strides, batch, tokens.begin, block.head) + column * 2;
+    const char* prepared = prepared_address(params, block.index, tokens.begin, block.head);
+    long long left = tokens.end - tokens.begin;
+#pragma unroll 1
+    for (int chunk = 0; chunk < num_chunks + kStages; ++chunk) {
+        if (chunk >= kStages) {
+            cp_async_wait_group<kStages - 1>();
+            fence_async_proxy();
+            __syncthreads();  // for states of the chunk kStages before this one
+        }
+        if (chunk < num_chunks) {
+            const int slot = chunk % (kStages + 1);
+            load_panels<false>(shared.k[slot], k, params.k_strides.token, left, params.head_dim, loader);
+            load_panels<true>(shared.q[slot], q, params.q_strides.token, left, params.head_dim, loader);
+            load_rows<kTokens, kBlockN, kLoaders>(shared.v[slot], v, params.v_strides.token, 2, left,
+                                                  params.head_dim_v - column, loader);
+            copy_bytes<2 * sizeof(Triangle), kLoaders>(&shared.inverses[slot], prepared, loader);
+            copy_bytes<sizeof(Triangle), kLoaders>(&shared.weights[chunk % (kStages + 2)],
+                                                   prepared + 2 * sizeof(Triangle), loader);
+            copy_bytes<sizeof(TokenDecays), kLoaders>(&shared.decays[slot], prepared + 3 * sizeof(Triangle), loader);
+            q += kTokens * params.q_strides.token, k += kTokens * params.k_strides.token;
+            v += kTokens * params.v_strides.token, left -= kTokens;
+            prepared += params.num_heads_v * static_cast<long long>(sizeof(Prepared));
+        }
+        cp_async_commit();
+    }
+}
+
+// Zeros as the output of tokens of no sequence.
+__device__ __forceinline__ void hide(const GatedParams& params, const GatedBlock& block, const TokenRange& tokens) {
+    const int column = block.part * kBlockN + threadIdx.x % 8 * 8;
+    if (column >= params.head_dim_v) return;
+    char* const out = params.out + token_offset(params.out_strides, 0, 0, block.head) + column * 2;
+    for (long long token = tokens.begin + threadIdx.x / 8; token < tokens.end; token += kThreads / 8)
+        *reinterpret_cast<Vector16*>(out + token * params.out_strides.token) = {};
+}
+
+__device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTiles& shared) {
+    const GatedBlock block = gated_block(params);
+    const TokenRange tokens = tokens_of(params, block.index);
+    const auto num_chunks = static_cast<int>(max((tokens.end - tokens.begin + kTokens - 1) / kTokens, 0LL));
+    // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (block.index == params.num_sequences) hide(params, block, tokens);
+    else if (warp < 4) walk_states(params, block, shared, tokens, num_chunks, warp, threadIdx.x % 32);
+    else load_chunks(params, block, shared, tokens, num_chunks, threadIdx.x - 128);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
+    cuflash_gated_delta_wgmma(const __grid_constant__ cuflash::GatedParams params) {
+    extern __shared__ __align__(1024) char shared_memory[];
+    cuflash::gated_delta(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
+}
