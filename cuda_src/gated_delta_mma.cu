@@ -132,6 +132,11 @@ struct StateWarp {
         constexpr int kHalf = kTokenSteps / 2, kNumLeft = kHalf * kTokenSteps - kHalf * (kHalf - 1) / 2;
         Columns products = {};
         Fragment rest[kTokenSteps][2];
+        const auto subtract_values = [&](int block) {
+            Fragment own;
+            ldmatrix_x4_transposed(own, values + block * 16 * kPitchV * 2);
+            subtract(rest[block][0], rest[block][1], block, products, own, decays, lane);
+        };
         const auto multiply_keys = [&](int step, int first) {
             Fragment rows;
             as_operand(rows, state[2 * step], state[2 * step + 1]);
@@ -148,8 +153,7 @@ struct StateWarp {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) multiply_keys(step, 0);
 #pragma unroll
-        for (int block = 0; block < kHalf; ++block)
-            subtract(rest[block][0], rest[block][1], block, products, values + block * 16 * kPitchV * 2, decays, lane);
+        for (int block = 0; block < kHalf; ++block) subtract_values(block);
         // While the second half is multiplied, matrices of the first one's columns.
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) {
@@ -164,8 +168,7 @@ struct StateWarp {
             }
         }
 #pragma unroll
-        for (int block = kHalf; block < kTokenSteps; ++block)
-            subtract(rest[block][0], rest[block][1], block, products, values + block * 16 * kPitchV * 2, decays, lane);
+        for (int block = kHalf; block < kTokenSteps; ++block) subtract_values(block);
 #pragma unroll
         for (int column = kHalf; column < kTokenSteps; ++column) {
 #pragma unroll

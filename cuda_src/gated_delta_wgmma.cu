@@ -9,7 +9,7 @@
 // A warpgroup has the state in registers, transposed: each result is a left operand of the next product, whose right
 // operand is in shared memory as it came. Products run beside what scales and rounds the results of others: those of q
 // and S beside v - diag(exp(c)) k S, those of weights and v' beside the next state's rounding, and the output of a
-// chunk is stored while the next one's keys are multiplied. Two more warps load the chunks to come.
+// chunk is staged while the next one's keys are multiplied. Four more warps load chunks and store outputs.
 
 #ifndef CUFLASH_BLOCK_N
 #define CUFLASH_BLOCK_N 64  // the only number
@@ -18,7 +18,7 @@
 #define CUFLASH_STAGES 2
 #endif
 #ifndef CUFLASH_THREADS
-#define CUFLASH_THREADS 192  // the only number
+#define CUFLASH_THREADS 256  // the only number
 #endif
 
 #include "gated/load.cuh"
@@ -32,7 +32,7 @@ namespace cuflash {
 constexpr int kSteps = kHeadDim / 16, kPitchV = kBlockN + 8, kLoaders = kThreads - 128;
 constexpr int kRowBytes = 128, kPanelBytes = kTokens * kRowBytes;  // of 64 features
 
-static_assert(kTokens == 64 && kBlockN == 64 && kLoaders == 64 && (kHeadDim == 64 || kHeadDim == 128));
+static_assert(kTokens == 64 && kBlockN == 64 && kLoaders == 128 && (kHeadDim == 64 || kHeadDim == 128));
 
 // Rows of tokens as wgmma takes them: 64 features each, swizzled.
 struct alignas(1024) Panels {
@@ -56,7 +56,7 @@ struct SharedTiles {
     Triangle inverses[kStages + 1][2];
     Triangle weights[kStages + 2];
     TokenDecays decays[kStages + 1];
-    alignas(16) Element out[4][kTokens][24];  // of each warp, 16 features and 16 bytes that keep rows in other banks
+    alignas(16) Element out[2][kTokens][kPitchV];  // of a chunk that is stored, and of the next
 };
 
 // d = S^T rows^T, of which `state` has the left operands.
@@ -82,12 +82,9 @@ __device__ __forceinline__ void multiply_triangle(Columns& d, const Fragment (&a
     if constexpr (kColumn + 1 < kTokenSteps) multiply_triangle<true, kColumn + 1>(d, a, triangle);
 }
 
-// Stores 16 features of tokens of which `num_tokens` are there; `out` is where the first token's begin.
-__device__ __forceinline__ void store(const GatedParams& params, char* out, long long num_tokens, int num_features,
-                                      Element (*staged)[24], int lane, const Columns& o) {
-    const auto scale = static_cast<float>(params.scale);
-    const SharedAddress target = shared_address(&staged[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
-    __syncwarp();
+// Leaves a warp's 16 features of the output of a chunk to the loading warps, which store it.
+__device__ __forceinline__ void stage(Element (*rows)[kPitchV], float scale, int lane, const Columns& o) {
+    const SharedAddress target = right_address(rows, lane);
 #pragma unroll
     for (int block = 0; block < kTokenSteps; ++block) {
         Fragment pairs;
@@ -96,16 +93,7 @@ __device__ __forceinline__ void store(const GatedParams& params, char* out, long
             const float (&tile)[4] = o[tile_of(2 * block + i / 2)];
             pairs[i] = pack(scale * tile[i % 2 * 2], scale * tile[i % 2 * 2 + 1]);
         }
-        stmatrix_x4_transposed(target + block * 16 * 24 * 2, pairs);
-    }
-    __syncwarp();
-    const int column = lane % 2 * 8;
-#pragma unroll
-    for (int block = 0; block < kTokenSteps; ++block) {
-        const int token = block * 16 + lane / 2;
-        if (token < num_tokens && column < num_features)
-            *reinterpret_cast<Vector16*>(out + token * params.out_strides.token + column * 2) =
-                *reinterpret_cast<const Vector16*>(&staged[token][column]);
+        stmatrix_x4_transposed(target + block * 16 * kPitchV * 2, pairs);
     }
 }
 
@@ -113,14 +101,18 @@ __device__ __forceinline__ void store(const GatedParams& params, char* out, long
 struct StateWarp {
     const GatedParams& params;
     SharedTiles& shared;
-    int warp, lane, num_features;
+    int warp, lane;
     State state = {};
     Columns o = {};   // of the last chunk, until it is stored
     Columns updates;  // v'^T
 
-    // From the state before a chunk, of which everything has arrived then, to its v'. Stores `num_tokens` of the chunk
-    // before it to `out`.
-    __device__ __forceinline__ void begin(int chunk, char* out, int num_tokens) {
+    __device__ __forceinline__ void stage_output(int chunk) {
+        Element(*const rows)[kPitchV] = shared.out[chunk % 2];
+        stage(reinterpret_cast<Element(*)[kPitchV]>(&rows[0][warp * 16]), static_cast<float>(params.scale), lane, o);
+    }
+    // From the state before a chunk, of which everything has arrived then, to its v'. The output of the chunk before it
+    // is staged meanwhile; before the first these are zeros that nobody stores.
+    __device__ __forceinline__ void begin(int chunk) {
         const int slot = chunk % (kStages + 1);
         const TokenDecays& decays = shared.decays[slot];
         Fragment rows[kSteps];
@@ -132,25 +124,26 @@ struct StateWarp {
         multiply_features(products, rows, shared.k[slot]);
         wgmma_commit();
         wgmma_wait<1>(o);
-        store(params, out, num_tokens, num_features, shared.out[warp], lane, o);
+        stage_output(chunk + 1);
+        const float decay = decays.from_begin[kTokens - 1];
+#pragma unroll
+        for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] *= decay;
         wgmma_fence();
         multiply_features(o, rows, shared.q[slot]);
         wgmma_commit();
-        wgmma_wait<1>(products);
-        Fragment high[kTokenSteps], low[kTokenSteps];
+        Fragment values[kTokenSteps], high[kTokenSteps], low[kTokenSteps];
         const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
 #pragma unroll
-        for (int i = 0; i < kTokenSteps; ++i)
-            subtract(high[i], low[i], i, products, v + i * 16 * kPitchV * 2, decays, lane);
+        for (int i = 0; i < kTokenSteps; ++i) ldmatrix_x4_transposed(values[i], v + i * 16 * kPitchV * 2);
+        wgmma_wait<1>(products);
+#pragma unroll
+        for (int i = 0; i < kTokenSteps; ++i) subtract(high[i], low[i], i, products, values[i], decays, lane);
         wgmma_fence();
         multiply_triangle<false>(updates, high, shared.inverses[slot][1]);
         multiply_triangle<true>(updates, low, shared.inverses[slot][0]);
         multiply_triangle<true>(updates, high, shared.inverses[slot][0]);
         wgmma_commit();
         wgmma_wait<1>(o);
-        const float decay = decays.from_begin[kTokens - 1];
-#pragma unroll
-        for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] *= decay;
 #pragma unroll
         for (int tile = 0; tile < kTokens / 8; ++tile) {
             const Pair from_begin = pair_of(decays.from_begin, tile, lane);
@@ -181,26 +174,23 @@ struct StateWarp {
 
 // From the initial state to the final one. The warps of the block's first 128 threads.
 __device__ __forceinline__ void walk_states(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
-                                            const TokenRange& tokens, int num_chunks, int warp, int lane) {
-    const int column = block.part * kBlockN + warp * 16;
-    char* out =
-        params.out + token_offset(params.out_strides, kVarlen ? 0 : block.index, tokens.begin, block.head) + column * 2;
-    StateWarp own = {params, shared, warp, lane, params.head_dim_v - column};
+                                            int num_chunks, int warp, int lane) {
+    StateWarp own = {params, shared, warp, lane};
     load_state(params, block, warp, lane, own.state);
     if (num_chunks > 0) {
         // Nothing is under way where the loop begins again: registers of products could not be told from others there.
-        own.begin(0, out, 0);
+        own.begin(0);
         int chunk = 0;
 #pragma unroll 1
         for (; chunk + 1 < num_chunks; ++chunk) {
             own.end(chunk);
-            own.begin(chunk + 1, out, kTokens);
-            out += kTokens * params.out_strides.token;
+            own.begin(chunk + 1);
         }
         own.end(chunk);
+        __syncthreads();
         wgmma_wait<0>(own.o);
-        store(params, out, tokens.end - tokens.begin - chunk * static_cast<long long>(kTokens), own.num_features,
-              shared.out[warp], lane, own.o);
+        own.stage_output(chunk);
+        __syncthreads();
     }
     store_state(params, block, warp, lane, own.state);
 }
@@ -210,7 +200,7 @@ template <bool kReversed>
 __device__ __forceinline__ void load_panels(Panels& target, const char* source, long long stride, long long num_tokens,
                                             int num_features, int loader) {
     constexpr int kPieces = kHeadDim / 8, kStep = kLoaders / kPieces;
-    static_assert(kStep == 4 || kStep == 8, "swizzles repeat every eight rows");
+    static_assert(kStep == 8 || kStep == 16, "swizzles repeat every eight rows");
     const int row = loader / kPieces, piece = loader % kPieces;
     const int rows_left =
         piece * 8 < num_features ? static_cast<int>(min(num_tokens, static_cast<long long>(kTokens))) : 0;
@@ -219,23 +209,37 @@ __device__ __forceinline__ void load_panels(Panels& target, const char* source, 
 #pragma unroll
     for (int i = 0; i < kTokens; i += kStep) {
         const int first = kReversed ? kTokens - 16 - i + i % 16 * 2 : i;
-        cp_async_16(panel + first * kRowBytes + (piece % 8 ^ (row + i) % 8) * 16, source, row + i < rows_left);
+        cp_async_16(panel + first * kRowBytes + (piece % 8 ^ row % 8) * 16, source, row + i < rows_left);
         source += kStep * stride;
     }
 }
 
-// Chunks, kStages ahead of the states.
-__device__ __forceinline__ void load_chunks(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
-                                            const TokenRange& tokens, int num_chunks, int loader) {
+// Stores the staged output of a chunk, of which `num_tokens` are there; `out` is where the first begins.
+__device__ __forceinline__ void store(const GatedParams& params, char* out, long long num_tokens, int num_features,
+                                      Element (*rows)[kPitchV], int loader) {
+    const int column = loader % 8 * 8;
+    if (column >= num_features) return;
+#pragma unroll
+    for (int token = loader / 8; token < kTokens; token += kLoaders / 8) {
+        if (token < num_tokens)
+            *reinterpret_cast<Vector16*>(out + token * params.out_strides.token + column * 2) =
+                *reinterpret_cast<const Vector16*>(&rows[token][column]);
+    }
+}
+
+// Loads chunks, kStages ahead of the states, and stores outputs, which are staged beside the next chunk's products.
+__device__ __forceinline__ void load_and_store(const GatedParams& params, const GatedBlock& block, SharedTiles& shared,
+                                               const TokenRange& tokens, int num_chunks, int loader) {
     const long long head_k = divide(block.head, params.group_size), batch = kVarlen ? 0 : block.index;
-    const int column = block.part * kBlockN;
+    const int column = block.part * kBlockN, num_features = params.head_dim_v - column;
     const char* q = params.q + token_offset(params.q_strides, batch, tokens.begin, head_k);
     const char* k = params.k + token_offset(params.k_strides, batch, tokens.begin, head_k);
     const char* v = params.v + token_offset(params.v_strides, batch, tokens.begin, block.head) + column * 2;
     const char* prepared = prepared_address(params, block.index, tokens.begin, block.head);
-    long long left = tokens.end - tokens.begin;
+    char* out = params.out + token_offset(params.out_strides, batch, tokens.begin, block.head) + column * 2;
+    long long left = tokens.end - tokens.begin, left_of_output = left;
 #pragma unroll 1
-    for (int chunk = 0; chunk < num_chunks + kStages; ++chunk) {
+    for (int chunk = 0; chunk <= num_chunks + kStages + 1; ++chunk) {
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
             fence_async_proxy();
@@ -245,8 +249,8 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
             const int slot = chunk % (kStages + 1);
             load_panels<false>(shared.k[slot], k, params.k_strides.token, left, params.head_dim, loader);
             load_panels<true>(shared.q[slot], q, params.q_strides.token, left, params.head_dim, loader);
-            load_rows<kTokens, kBlockN, kLoaders>(shared.v[slot], v, params.v_strides.token, 2, left,
-                                                  params.head_dim_v - column, loader);
+            load_rows<kTokens, kBlockN, kLoaders>(shared.v[slot], v, params.v_strides.token, 2, left, num_features,
+                                                  loader);
             copy_bytes<2 * sizeof(Triangle), kLoaders>(&shared.inverses[slot], prepared, loader);
             copy_bytes<sizeof(Triangle), kLoaders>(&shared.weights[chunk % (kStages + 2)],
                                                    prepared + 2 * sizeof(Triangle), loader);
@@ -256,6 +260,11 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
             prepared += params.num_heads_v * static_cast<long long>(sizeof(Prepared));
         }
         cp_async_commit();
+        const int done = chunk - kStages - 2;
+        if (done >= 0) {
+            store(params, out, left_of_output, num_features, shared.out[done % 2], loader);
+            out += kTokens * params.out_strides.token, left_of_output -= kTokens;
+        }
     }
 }
 
@@ -275,8 +284,8 @@ __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTil
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (block.index == params.num_sequences) hide(params, block, tokens);
-    else if (warp < 4) walk_states(params, block, shared, tokens, num_chunks, warp, threadIdx.x % 32);
-    else load_chunks(params, block, shared, tokens, num_chunks, threadIdx.x - 128);
+    else if (warp < 4) walk_states(params, block, shared, num_chunks, warp, threadIdx.x % 32);
+    else if (num_chunks > 0) load_and_store(params, block, shared, tokens, num_chunks, threadIdx.x - 128);
 }
 
 }  // namespace cuflash

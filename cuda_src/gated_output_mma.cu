@@ -43,15 +43,17 @@ struct SharedTiles {
     Weights weights[kKeySteps * (kKeySteps + 1) / 2][32];
     alignas(8) float log_decay[kMaxHeads][kBlockM];  // to base 2
     Chunk chunk;
+    int first_head, column;  // the block's own
 
     __device__ __forceinline__ Weights& weights_of(int group, int key_step, int lane) {
         return weights[group * (group + 1) / 2 + key_step][lane];
     }
 };
 
-// What is a thread's own: found again by each step, so that it needs no registers between them.
+// What is a thread's own: found again by each step, so that it needs no registers between them. A shuffle hides from
+// the assembler, too, that it is the same. Made by all 32 lanes of a warp together.
 struct Own {
-    const unsigned int thread = thread_index_again();
+    const unsigned int thread = __shfl_xor_sync(0xffffffffu, threadIdx.x, 0);
     const int lane = thread % 32, group = thread / (32 * kShares);
     const int share = thread / 32 % kShares;  // of keys and features
     const int first_row = group * 16 + lane / 4, first_feature = share * kWarpFeatures;
@@ -64,24 +66,24 @@ using Output = float[kFeatureTiles][4];
 struct Loads {
     const GatedParams& params;
     SharedTiles& shared;
-    int column;
 
     template <int kWidth, int kTilePitch>
     __device__ __forceinline__ void tokens(Element (&target)[kBlockM][kTilePitch], const char* array,
                                            const TokenStrides& strides, int which, int first, int count) const {
         const Chunk& chunk = shared.chunk;
         load_rows<kBlockM, kWidth>(target, chunk_row(array, strides, chunk, 0, which) + first * strides.column,
-                                   strides.token, strides.column, chunk.num_tokens, count - first, thread_index_again());
+                                   strides.token, strides.column, chunk.num_tokens, count - first);
     }
     __device__ __forceinline__ void q_and_k(int head_k) const {
         tokens<kHeadDim>(shared.q, params.q, params.q_strides, head_k, 0, params.head_dim);
         tokens<kHeadDim>(shared.k, params.k, params.k_strides, head_k, 0, params.head_dim);
     }
     __device__ __forceinline__ void v(int head) const {
+        const int column = shared.column;
         tokens<kBlockN>(shared.v, params.v, params.v_strides, head, column, params.head_dim_v);
     }
     // Rows of the state are features of k, or of v where those come first.
-    __device__ __forceinline__ void state(long long chunk, int head) const {
+    __device__ __forceinline__ void state(long long chunk, int head, int column) const {
         const StateStrides& strides = params.states_strides;
         const char* const begin = params.states + chunk * strides.index + head * strides.head;
         const bool has = has_state(params, chunk);
@@ -94,9 +96,10 @@ struct Loads {
         const int rows_left = has ? num_rows - first_row : 0, columns_left = num_columns - first_column;
         if constexpr (kStateDtype == kDtype) {
             load_rows<kStateRows, kStateColumns>(shared.state, source, row_stride, column_stride, rows_left,
-                                                 columns_left, thread_index_again());
+                                                 columns_left);
         } else {
-            for (int i = thread_index_again(); i < kStateRows * kStateColumns / 2; i += kThreads) {
+#pragma unroll 2
+            for (int i = threadIdx.x; i < kStateRows * kStateColumns / 2; i += kThreads) {
                 const int row = i / (kStateColumns / 2), pair = i % (kStateColumns / 2) * 2;
                 float values[2];
 #pragma unroll
@@ -157,8 +160,8 @@ __device__ __forceinline__ void weigh(SharedTiles& shared, const float (&log_dec
     }
 }
 
-// o = exp(c_i) Q H
-__device__ __forceinline__ void multiply_state(SharedTiles& shared, const float (&log_decay)[kBlockM], Output& o) {
+// o = Q H
+__device__ __forceinline__ void multiply_state(SharedTiles& shared, Output& o) {
     const Own own;
     constexpr int kStatePitch = kStateColumns + 8;
     const SharedAddress q = left_address(shared.q + own.group * 16, own.lane);
@@ -176,17 +179,18 @@ __device__ __forceinline__ void multiply_state(SharedTiles& shared, const float 
             multiply(o[f], o[f + 1], queries, values);
         }
     }
-    const float decays[2] = {exp2_approximate(log_decay[own.first_row]), exp2_approximate(log_decay[own.first_row + 8])};
+}
+
+// o = exp(c_i) o + weights V
+__device__ __forceinline__ void accumulate(SharedTiles& shared, const float (&log_decay)[kBlockM], Output& o) {
+    const Own own;
+    const float decays[2] = {exp2_approximate(log_decay[own.first_row]),
+                             exp2_approximate(log_decay[own.first_row + 8])};
 #pragma unroll
     for (int f = 0; f < kFeatureTiles; ++f) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) o[f][i] *= decays[i / 2];
     }
-}
-
-// o += weights V
-__device__ __forceinline__ void accumulate(SharedTiles& shared, Output& o) {
-    const Own own;
     const SharedAddress v = left_address(shared.v, own.lane) + own.first_feature * 2;
 #pragma unroll
     for (int step = 0; step < kKeySteps; ++step) {
@@ -233,9 +237,12 @@ __device__ __forceinline__ void load_decays(const GatedParams& params, SharedTil
 
 __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
-    const int column = block.part * kBlockN;
-    const Loads loads = {params, shared, column};
-    loads.state(block.index, block.head);  // all that is known before the chunk is found
+    const Loads loads = {params, shared};
+    loads.state(block.index, block.head, block.part * kBlockN);  // all that is known before the chunk is found
+    if (threadIdx.x == 0) {
+        shared.first_head = block.head;
+        shared.column = block.part * kBlockN;
+    }
     if (threadIdx.x < 32) find_chunk(params, block.index, shared.chunk);
     __syncthreads();
     const Chunk& chunk = shared.chunk;
@@ -243,8 +250,8 @@ __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTi
         cp_async_wait();
         return;
     }
-    loads.q_and_k(static_cast<int>(divide(block.head, params.group_size)));
-    load_decays(params, shared, block.head);
+    loads.q_and_k(static_cast<int>(divide(shared.first_head, params.group_size)));
+    load_decays(params, shared, shared.first_head);
     cp_async_wait();
     __syncthreads();
     Scores scores = {};
@@ -253,21 +260,20 @@ __device__ __forceinline__ void gated_output(const GatedParams& params, SharedTi
     const int num_heads = static_cast<int>(params.heads_per_block);
 #pragma unroll 1
     for (int i = 0; i < num_heads; ++i) {
-        const int head = unknown(block.head + i);
         const auto& log_decay = shared.log_decay[i];
-        loads.v(head);
+        loads.v(shared.first_head + i);
         cp_async_commit();
         weigh(shared, log_decay, scores);
         cp_async_wait_group<1>();
         __syncthreads();  // the state is there
         Output o = {};
-        multiply_state(shared, log_decay, o);
+        multiply_state(shared, o);
         cp_async_wait_group<0>();
         __syncthreads();  // v and weights are, and nobody needs the state
-        if (i + 1 < num_heads) loads.state(chunk.index, head + 1);
+        if (i + 1 < num_heads) loads.state(chunk.index, shared.first_head + i + 1, shared.column);
         cp_async_commit();
-        accumulate(shared, o);
-        store(params, chunk, head, column, o);
+        accumulate(shared, log_decay, o);
+        store(params, chunk, shared.first_head + i, shared.column, o);
         __syncthreads();  // nobody needs v and weights
     }
 }

@@ -15,14 +15,15 @@ __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char*
         constexpr int kChunks = kWidth / 8, kStep = kLoaders / kChunks;
         static_assert(kWidth % 8 == 0 && kStep > 0);
         // Without signs, which would take registers of their own.
-        const unsigned int thread = loader, row = thread / kChunks, column = thread % kChunks * 8;
+        const unsigned int thread = loader, row = thread / kChunks, byte = thread % kChunks * 16;
         // right either way: threads behind the last whole row would load rows of others again
         if (kLoaders % kChunks != 0 && row >= kStep) return;
         // Behind this thread's first one: compared with constants, where each row would take a register.
-        const int first = static_cast<int>(row), last = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
-        const int rows_left = static_cast<int>(column) < num_features ? last - first : 0;
-        source += row * row_stride + column * 2;
-        const SharedAddress shared = shared_address(&target[row][column]);
+        const int first = static_cast<int>(row),
+                  last = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
+        const int rows_left = static_cast<int>(byte) < 2 * num_features ? last - first : 0;
+        source += row * row_stride + byte;
+        const SharedAddress shared = shared_address(target[row]) + byte;
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
             if (i + kStep <= kNumRows || row + i < kNumRows)

@@ -27,18 +27,15 @@ __device__ __forceinline__ void as_operand(Fragment& operand, const float (&firs
     operand[2] = pack(second[0], second[1]), operand[3] = pack(second[2], second[3]);
 }
 
-// (v - diag(exp(c)) k S)^T of 16 tokens, as a sum of two left operands: with the products of keys and state, and `v`
-// the address that left_address or right_address gives of these tokens.
+// (v - diag(exp(c)) k S)^T of 16 tokens, as a sum of two left operands: with the products of keys and state.
 __device__ __forceinline__ void subtract(Fragment& high, Fragment& low, int block, const Columns& products,
-                                         SharedAddress v, const TokenDecays& decays, int lane) {
-    Fragment own;
-    ldmatrix_x4_transposed(own, v);
+                                         const Fragment& v, const TokenDecays& decays, int lane) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float (&tile)[4] = products[2 * block + i / 2];
         const Pair decay = pair_of(decays.from_begin, 2 * block + i / 2, lane);
-        const float first = unpacked(own[i], 0) - decay.first * tile[i % 2 * 2];
-        const float second = unpacked(own[i], 1) - decay.second * tile[i % 2 * 2 + 1];
+        const float first = unpacked(v[i], 0) - decay.first * tile[i % 2 * 2];
+        const float second = unpacked(v[i], 1) - decay.second * tile[i % 2 * 2 + 1];
         high[i] = pack(first, second);
         low[i] = pack(first - unpacked(high[i], 0), second - unpacked(high[i], 1));
     }

@@ -164,7 +164,7 @@ def _mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     elements = tile.tokens * (bucket + 8 + max(bucket, tile.width) + 8) + rows * (columns + 8)
     steps = tile.tokens // 16
     weights, decays = steps * (steps + 1) // 2 * 512, MAX_HEADS * 4 * tile.tokens
-    return round_up(size * elements + weights + decays + CHUNK_BYTES, 16)
+    return round_up(size * elements + weights + decays + CHUNK_BYTES + 8, 16)
 
 
 def _mma_heads(problem: GatedProblem, tile: GatedTile, num_blocks: int, device: Device) -> int:
@@ -245,7 +245,7 @@ def _wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
 
 
 def _wgmma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    return [GatedTile(64, 64, 192, 2)]
+    return [GatedTile(64, 64, 256, 2)]
 
 
 def _wgmma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
@@ -255,7 +255,7 @@ def _wgmma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macro
 def _wgmma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     panels, matrices = 2 * 64 * round_up(traits.head_dim, 64), _matrix_bytes(64)
     arriving = 2 * panels + 2 * 64 * (64 + 8) + matrices + _decay_bytes(64)
-    return round_up((tile.stages + 1) * arriving + matrices // 3 + 4 * 64 * 48, 1024)
+    return round_up((tile.stages + 1) * arriving + matrices // 3 + 2 * 2 * 64 * (64 + 8), 1024)
 
 
 def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:

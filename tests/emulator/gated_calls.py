@@ -49,6 +49,14 @@ def _output(
     check_output(back_end, arrays, layout, give_out=True, swap=swap, chunk_size=chunk_size)
 
 
+def _output_of_many_heads(back_end: BackEnd, swap: bool) -> None:
+    """Four or two that share keys to a block."""
+    for heads in ((2, 8, 16, 24), (3, 6, 16, 24)):
+        arrays = draw_output([0, 9, 160, 220], back_end.dtype, chunk_size=16, heads=heads)
+        arrays["h"] = arrays["h"].astype(back_end.dtype)
+        check_output(back_end._replace(num_multiprocessors=1), arrays, give_out=True, swap=swap, chunk_size=16)
+
+
 def _output_of_decays(back_end: BackEnd) -> None:
     for kind in ("reset some", "reset or none"):
         arrays = draw_output([0, 64], back_end.dtype, heads=(1, 1, 16, 16))
@@ -139,6 +147,8 @@ GATED_CALLS: dict[str, list[Call]] = {
         partial(_output, heads=(2, 2, 32, 72), state_dtype="float32"),
         partial(_output, heads=(1, 1, 20, 24), chunk_size=32, swap=True, layout="every_second"),
         partial(_output, heads=(1, 1, 16, 136), chunk_size=16),
+        partial(_output_of_many_heads, swap=False),
+        partial(_output_of_many_heads, swap=True),
         _output_of_decays,
         _other_states,
         _missing_states,

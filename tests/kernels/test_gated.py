@@ -65,6 +65,8 @@ class BackEnd(NamedTuple):
     """Order in which an emulated kernel's threads take turns."""
     sources: Path | None = None
     """CUDA sources in place of the package's own, of the emulator."""
+    num_multiprocessors: int = 132
+    """Of the emulated device: where they are few, blocks compute several heads."""
 
     @property
     def spec(self) -> GatedSpec:
@@ -88,7 +90,8 @@ class BackEnd(NamedTuple):
     @property
     def emulator(self) -> GatedEmulator:
         """What emulates the kernel."""
-        return GatedEmulator(self.kernel, self.tile, seed=self.seed, sources=self.sources)
+        device = device_of(90)._replace(num_multiprocessors=self.num_multiprocessors)
+        return GatedEmulator(self.kernel, self.tile, device, self.seed, self.sources)
 
     def call(self, op: str, *arrays: Any, **options: Any) -> Any:
         """Call a function of `cuflash`; skip what the kernel refuses."""
@@ -270,6 +273,17 @@ def test_output_of_packed_sequences(back_end: BackEnd, boundaries: list[int]) ->
 )
 def test_output_of_heads(back_end: BackEnd, heads: Heads, swap: bool) -> None:
     check_output(back_end, draw_output([0, 65, 80], back_end.dtype, heads=heads), swap=swap)
+
+
+@by_output
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize(("num_heads", "num_heads_v"), [(4, 8), (2, 8), (2, 16), (2, 12)])
+def test_output_of_heads_that_share_keys(back_end: BackEnd, num_heads: int, num_heads_v: int, swap: bool) -> None:
+    """So many chunks that blocks compute up to four heads one after the other."""
+    tokens = 30000 if back_end.on_gpu else 400
+    boundaries = [0, 7, 7, tokens // 2, tokens]
+    arrays = draw_output(boundaries, back_end.dtype, chunk_size=16, gap=5, heads=(num_heads, num_heads_v, 16, 24))
+    check_output(back_end._replace(num_multiprocessors=1), arrays, swap=swap, chunk_size=16)
 
 
 @by_output
