@@ -119,22 +119,23 @@ struct StateWarp {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) as_operand(rows[step], state[2 * step], state[2 * step + 1]);
         __syncthreads();
+        const float decay = decays.from_begin[kTokens - 1];
+        Fragment values[kTokenSteps];
+        const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
+#pragma unroll
+        for (int i = 0; i < kTokenSteps; ++i) ldmatrix_x4_transposed(values[i], v + i * 16 * kPitchV * 2);
         Columns products;
         wgmma_fence();
         multiply_features(products, rows, shared.k[slot]);
         wgmma_commit();
         wgmma_wait<1>(o);
         stage_output(chunk + 1);
-        const float decay = decays.from_begin[kTokens - 1];
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] *= decay;
         wgmma_fence();
         multiply_features(o, rows, shared.q[slot]);
         wgmma_commit();
-        Fragment values[kTokenSteps], high[kTokenSteps], low[kTokenSteps];
-        const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
-#pragma unroll
-        for (int i = 0; i < kTokenSteps; ++i) ldmatrix_x4_transposed(values[i], v + i * 16 * kPitchV * 2);
+        Fragment high[kTokenSteps], low[kTokenSteps];
         wgmma_wait<1>(products);
 #pragma unroll
         for (int i = 0; i < kTokenSteps; ++i) subtract(high[i], low[i], i, products, values[i], decays, lane);

@@ -110,7 +110,7 @@ def compile_times(device: Device, dtypes: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def compile_rows(device_fields: list[int], dtypes: list[str]) -> list[dict[str, Any]]:
+def compile_rows(device_fields: list[Any], dtypes: list[str]) -> list[dict[str, Any]]:
     """What `compile_times` returns, compiled here."""
     device = Device(*device_fields)
 

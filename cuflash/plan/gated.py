@@ -199,16 +199,14 @@ def _delta_bucket(head_dim: int) -> int:
 
 
 def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    """Return tiles of the most tokens that fit, each with as many chunks under way as do."""
-    widths = [width for width in (16, 32, 64) if width == 16 or width // 2 < traits.head_dim_v]
+    """Return tiles that fit, each with as many chunks under way as do."""
+    tiles = []
     for tokens in (64, 32):
-        tiles = []
-        for width in widths:
+        for width in (16, 32, 64):
             made = [GatedTile(tokens, width, 2 * (width + tokens) + 64, stages) for stages in (2, 1)]
-            tiles += [tile for tile in made if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block][:1]
-        if tiles:
-            return tiles
-    return []
+            fits = [tile for tile in made if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
+            tiles += fits[:1] if width == 16 or width // 2 < traits.head_dim_v else []
+    return tiles
 
 
 def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
@@ -409,7 +407,8 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
 def _time(problem: GatedProblem, tile: GatedTile, device: Device) -> float:
     """What a tile of gated_delta_mma.cu takes, relative to others: a block has a multiprocessor for itself."""
     blocks = _num_walks(problem) * -(-problem.traits.head_dim_v // tile.width)
-    return -(-blocks // device.num_multiprocessors) * (1 + tile.width / 64)
+    chunks = -(-problem.seqlen // tile.tokens)
+    return -(-blocks // device.num_multiprocessors) * chunks * (1 + tile.width / 64) * (1 + tile.tokens / 64)
 
 
 def gated_refusals(traits: GatedTraits, device: Device) -> list[tuple[str, str | None]]:

@@ -46,6 +46,7 @@ OUTPUT, CHUNKS, RECURRENT = "chunk_gated_output", "chunk_gated_delta_rule", "rec
 EMULATED = {
     "gated_output_mma": ("float16", "bfloat16"),
     "gated_output": ("float32", "float64"),
+    "gated_delta_wgmma": ("float16", "bfloat16"),
     "gated_delta_mma": ("float16", "bfloat16"),
     "gated_recurrent": ("float16", "float32", "float64"),
 }
@@ -233,6 +234,7 @@ def check_recurrent(
 SMALL: dict[str, tuple[str, str, bool]] = {
     "gated_output_mma": (OUTPUT, "float16", False),
     "gated_output": (OUTPUT, "float32", False),
+    "gated_delta_wgmma": (CHUNKS, "bfloat16", True),
     "gated_delta_mma": (CHUNKS, "bfloat16", True),
     "gated_recurrent": (RECURRENT, "float32", True),
 }

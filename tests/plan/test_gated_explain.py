@@ -93,7 +93,7 @@ def test_a_device_that_is_not_here(op: str, make: Callable[..., Any], capability
         f"workspace      {plan.workspace} bytes",
     ):
         assert part in text
-    assert ("chunks are made ready by gated_wy, once" in text) == (plan.kernel == "gated_delta_mma")
+    assert ("chunks are made ready by gated_prepare, once" in text) == plan.kernel.startswith("gated_delta_")
     assert f'#include "{plan.kernel}.cu"' in found.source
 
 
@@ -114,7 +114,8 @@ def test_rows_ahead_say_why_not() -> None:
     given = arguments_of("chunk_gated_delta_rule", np.float32)
     found = explain(cuflash.chunk_gated_delta_rule, **given, device=90)
     reason = "dtype float32 is not one of float16, bfloat16"
-    assert (found.kernel, found.refusals) == ("gated_recurrent", (("gated_delta_mma", reason),))
+    tensor_cores = ("gated_delta_wgmma", reason), ("gated_delta_mma", reason)
+    assert (found.kernel, found.refusals) == ("gated_recurrent", tensor_cores)
     assert f"  not gated_delta_mma: {reason}" in str(found).splitlines()
     given = arguments_of("chunk_gated_output")
     with options(kernel="gated_output"):

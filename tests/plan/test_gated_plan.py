@@ -193,9 +193,10 @@ def test_grid_covers_packed_sequences_of_unknown_lengths() -> None:
 def test_chunks_are_prepared_in_a_workspace(packed: bool) -> None:
     found = plan(delta_problem(packed=packed, tokens=1000))
     preparation = found.preparation
-    assert preparation is not None and preparation.program.kernel == "gated_wy"
+    assert preparation is not None and preparation.program.kernel == "gated_prepare"
     assert preparation.num_blocks == (1000 // 64 + 4 if packed else 2 * 16) * 8
-    assert found.workspace == (1 if packed else 2) * 1000 * 8 * (2 * (128 + 128) + 16)
+    chunks = 1000 // 64 + 2 if packed else 2 * 16
+    assert found.workspace == chunks * 8 * (3 * 10 * 512 + 3 * 4 * 64)
     assert f"{found.workspace} bytes of workspace" in str(found)
     assert plan(delta_problem("float32")).preparation is None
 
