@@ -23,6 +23,7 @@
 #endif
 
 #include "gated/load.cuh"
+#include "gated/operands.cuh"
 #include "gated/sequence.cuh"
 #include "gated/state.cuh"
 #include "gated/store.cuh"
@@ -37,12 +38,6 @@ constexpr int kStateWarps = kBlockN / 16, kOutputWarps = kTokenSteps, kLoaders =
 constexpr int kFirstLoader = kStateWarps + kOutputWarps < 4 ? kStateWarps + kOutputWarps : 4;
 
 static_assert(kThreads == 32 * (kStateWarps + kOutputWarps) + kLoaders && kHeadDim % 16 == 0 && kBlockN % 16 == 0);
-
-// What every lane of a warp holds of a 16 x 16 matrix.
-struct alignas(16) LaneFragment {
-    unsigned int registers[4];
-};
-using WarpFragment = LaneFragment[32];
 
 // The state before a chunk and its v', as right operands of 16 features of v.
 struct Operands {
@@ -60,25 +55,6 @@ struct SharedTiles {
     TokenDecays decays[kStages + 2];
     Operands operands[2][kStateWarps];
 };
-
-// A left operand of a product that others read as a right operand.
-__device__ __forceinline__ void hand_over(LaneFragment& target, const Fragment& left) {
-    target = {{left[0], left[1], left[2], left[3]}};
-}
-
-// A left operand as the right operand that is its transpose.
-__device__ __forceinline__ void transpose(Fragment& right, const LaneFragment& left) {
-    right[0] = left.registers[0], right[1] = left.registers[2];
-    right[2] = left.registers[1], right[3] = left.registers[3];
-}
-
-// A matrix of a triangle as the right operand that is its transpose, or as a left operand.
-__device__ __forceinline__ SharedAddress right_address(Triangle& triangle, int row, int column, int lane) {
-    return shared_address(&triangle.matrices[Triangle::at(row, column)][lane / 16][lane / 8 % 2][lane % 8]);
-}
-__device__ __forceinline__ SharedAddress left_address(Triangle& triangle, int row, int column, int lane) {
-    return shared_address(&triangle.matrices[Triangle::at(row, column)][lane / 8 % 2][lane / 16][lane % 8]);
-}
 
 // What a state warp does to a chunk, in pieces of 16 tokens and in an order that has products of one piece under way
 // while another one is scaled and rounded. Its second half of tokens enters the state when the first has been added.
@@ -122,6 +98,7 @@ struct StateWarp {
         for (int part = 1; part >= 0; --part) {
             Fragment factors;
             ldmatrix_x4(factors, right_address(inverse[part], row, column, lane));
+            // right either way: the smaller parts' product is small
             if (part == 0) multiply(updates[2 * row], updates[2 * row + 1], rest[1], factors);
             multiply(updates[2 * row], updates[2 * row + 1], rest[0], factors);
         }
@@ -140,6 +117,7 @@ struct StateWarp {
         const auto multiply_keys = [&](int step, int first) {
             Fragment rows;
             as_operand(rows, state[2 * step], state[2 * step + 1]);
+            // right either way: it is the same again
             if (first == 0) hand_over(operands.state[step][lane], rows);
 #pragma unroll
             for (int block = first; block < first + kHalf; ++block) {
@@ -192,7 +170,7 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.enter(left_address(shared.k[last % (kStages + 2)], lane), shared.decays[last % (kStages + 2)],
                       shared.operands[last % 2][warp]);
         }
-        __syncthreads();  // the chunk is there
+        meet<kLoaders>();  // the chunk is there
         if (chunk == num_chunks) break;
         Element(*const v)[kPitchV] = shared.v[chunk % (kStages + 1)];
         own.update(right_address(shared.k[chunk % (kStages + 2)], lane), right_address(v, lane) + warp * 32,
@@ -257,12 +235,12 @@ __device__ __forceinline__ void walk_outputs(const GatedParams& params, const Ga
     char* out = params.out + token_offset(params.out_strides, batch, tokens.begin + first, block.head);
     long long left = tokens.end - tokens.begin - first;
     const bool has_state = block.index < params.num_sequences;
-    if (has_state && num_chunks > 0) __syncthreads();
+    if (has_state && num_chunks > 0) meet<kLoaders>();
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         Output o = {};
         if (has_state) {
-            __syncthreads();
+            meet<kLoaders>();
             compute_output(shared, chunk, warp, lane, o);
         }
         store(params, out, left, block.part * kBlockN, lane, o);
@@ -322,7 +300,7 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
     for (int chunk = 0; chunk <= num_chunks + kStages; ++chunk) {
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
-            __syncthreads();  // for states of the chunk kStages before this one
+            meet_as_loader<kLoaders>(loader);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) loads.for_state(shared, chunk, left(chunk), loader);
         if (chunk > 0 && chunk <= num_chunks) loads.for_output(shared, chunk - 1, left(chunk - 1), loader);
@@ -334,7 +312,7 @@ __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTil
     const GatedBlock block = gated_block(params);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, loader = threadIdx.x - kFirstLoader * 32;
     const TokenRange tokens = tokens_of(params, block.index);
-    const auto num_chunks = static_cast<int>(max((tokens.end - tokens.begin + kTokens - 1) / kTokens, 0LL));
+    const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     const bool has_state = block.index < params.num_sequences;
     if (warp < kStateWarps) {
         if (has_state) walk_states(params, block, shared, num_chunks, warp, lane);

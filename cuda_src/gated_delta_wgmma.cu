@@ -118,7 +118,7 @@ struct StateWarp {
         Fragment rows[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) as_operand(rows[step], state[2 * step], state[2 * step + 1]);
-        __syncthreads();
+        meet<kLoaders>();
         const float decay = decays.from_begin[kTokens - 1];
         Fragment values[kTokenSteps];
         const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
@@ -188,10 +188,10 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.begin(chunk + 1);
         }
         own.end(chunk);
-        __syncthreads();
+        meet<kLoaders>();
         wgmma_wait<0>(own.o);
         own.stage_output(chunk);
-        __syncthreads();
+        meet<kLoaders>();
     }
     store_state(params, block, warp, lane, own.state);
 }
@@ -203,8 +203,9 @@ __device__ __forceinline__ void load_panels(Panels& target, const char* source, 
     constexpr int kPieces = kHeadDim / 8, kStep = kLoaders / kPieces;
     static_assert(kStep == 8 || kStep == 16, "swizzles repeat every eight rows");
     const int row = loader / kPieces, piece = loader % kPieces;
-    const int rows_left =
-        piece * 8 < num_features ? static_cast<int>(min(num_tokens, static_cast<long long>(kTokens))) : 0;
+    // right either way: what is rounded to int are rows of one array
+    const int num_rows = static_cast<int>(min(num_tokens, 1LL * kTokens));
+    const int rows_left = piece * 8 < num_features ? num_rows : 0;
     const SharedAddress panel = shared_address(&target.rows[piece / 8][row][0]);
     source += row * stride + piece * 16;
 #pragma unroll
@@ -244,7 +245,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
             fence_async_proxy();
-            __syncthreads();  // for states of the chunk kStages before this one
+            meet_as_loader<kLoaders>(loader);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) {
             const int slot = chunk % (kStages + 1);
@@ -281,7 +282,7 @@ __device__ __forceinline__ void hide(const GatedParams& params, const GatedBlock
 __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const TokenRange tokens = tokens_of(params, block.index);
-    const auto num_chunks = static_cast<int>(max((tokens.end - tokens.begin + kTokens - 1) / kTokens, 0LL));
+    const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     if (block.index == params.num_sequences) hide(params, block, tokens);

@@ -96,9 +96,9 @@ __device__ __forceinline__ void multiply_keys(SharedTiles& shared, int warp, int
                 const int at = i % 2 * 2 + e;
                 const float decay = exp2_approximate(shared.log_decay[row] - shared.log_decay[column + e]);
                 weight[e] = column + e <= row ? decay * scores[block][i / 2][at] : 0;
+                const float product = shared.beta[row] * decay * products[block][i / 2][at];
                 // right either way: nobody looks at the others
-                shared.a[row][column + e] =
-                    column + e < row ? shared.beta[row] * decay * products[block][i / 2][at] : 0;
+                shared.a[row][column + e] = column + e < row ? product : 0;
             }
             store_pair(weights, warp, block, i % 2, i / 2, lane, pack(weight[0], weight[1]));
         }

@@ -186,7 +186,7 @@ BOUNDARIES = [
 
 
 def draw_packed(
-    boundaries: list[int], dtype: Any, gap: int, integer: Any = np.int32, heads: Heads = (2, 4, 16, 12)
+    boundaries: list[int], dtype: Any, gap: int, integer: Any = np.int32, heads: Heads = (2, 4, 16, 24)
 ) -> Arrays:
     """Draw packed sequences with `gap` tokens behind them, which are NaN."""
     arrays = draw((1, boundaries[-1] + gap, *heads), dtype, num_states=len(boundaries) - 1)
@@ -223,7 +223,7 @@ def draw_output(
     gap: int = 0,
     surplus: int = 0,
     seed: int = 0,
-    heads: Heads = (2, 4, 16, 12),
+    heads: Heads = (2, 4, 16, 24),
 ) -> Arrays:
     """Draw the arrays of `chunk_gated_output`; what it must not read is NaN."""
     total = boundaries[-1] + gap

@@ -19,13 +19,14 @@ __device__ __forceinline__ void load_rows(Element (*target)[kPitch], const char*
         // right either way: threads behind the last whole row would load rows of others again
         if (kLoaders % kChunks != 0 && row >= kStep) return;
         // Behind this thread's first one: compared with constants, where each row would take a register.
-        const int first = static_cast<int>(row),
-                  last = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
+        // right either way: what is rounded to int are rows of one array
+        const int first = static_cast<int>(row), last = static_cast<int>(min(num_rows, 1LL * kNumRows));
         const int rows_left = static_cast<int>(byte) < 2 * num_features ? last - first : 0;
         source += row * row_stride + byte;
         const SharedAddress shared = shared_address(target[row]) + byte;
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
+            // right either way: the second says it all, the first at compile time
             if (i + kStep <= kNumRows || row + i < kNumRows)
                 cp_async_16(shared + i * kPitch * 2, source, i < rows_left);
             source += kStep * row_stride;

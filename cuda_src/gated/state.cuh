@@ -5,6 +5,7 @@
 #include "gated/fragments.cuh"
 #include "gated/params.cuh"
 #include "gated/prepared.cuh"
+#include "ptx/barrier.cuh"
 
 namespace cuflash {
 
@@ -85,12 +86,26 @@ __device__ __forceinline__ void store_state(const GatedParams& params, const Gat
                      [&](long long at, float value) { store_bits(params.final_state + at, value); });
 }
 
+// Warps of a block that do different things meet once per chunk. Of the kLoaders threads that load, one warp meets the
+// others for all of them: a barrier of the whole block should stand in one place.
+template <int kLoaders>
+__device__ __forceinline__ void meet() {
+    barrier_wait(1, kThreads - kLoaders + 32);
+}
+template <int kLoaders>
+__device__ __forceinline__ void meet_as_loader(int loader) {
+    barrier_wait(2, kLoaders);
+    if (loader < 32) barrier_wait(1, kThreads - kLoaders + 32);
+    barrier_wait(2, kLoaders);
+}
+
 // kLoaders threads ask for bytes that lie one behind the other.
 template <int kBytes, int kLoaders>
 __device__ __forceinline__ void copy_bytes(void* target, const char* source, int loader) {
     const SharedAddress shared = shared_address(target) + loader * 16;
 #pragma unroll
     for (int at = 0; at < kBytes; at += kLoaders * 16) {
+        // right either way: the second says it all, the first at compile time
         if (at + kLoaders * 16 <= kBytes || at + loader * 16 < kBytes)
             cp_async_16(shared + at, source + at + loader * 16, true);
     }

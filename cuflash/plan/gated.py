@@ -14,36 +14,35 @@ from ..problem.arrays import FLOAT_NAMES, ITEMSIZE
 from ..problem.gated import GatedProblem, GatedTraits
 from ..settings import Settings
 from .features import Macros
+from .gated_tiles import (
+    CHUNK_BYTES,
+    MAX_HEADS,
+    MIN_WAVES,
+    ROW_TILE,
+    GatedTile,
+    decay_bytes,
+    delta_macros,
+    delta_shared_memory,
+    delta_tiles,
+    delta_wgmma_limits,
+    delta_wgmma_macros,
+    delta_wgmma_shared_memory,
+    delta_wgmma_tiles,
+    matrix_bytes,
+    output_macros,
+    output_mma_held,
+    output_mma_macros,
+    output_mma_shared_memory,
+    output_mma_tiles,
+    output_shared_memory,
+    output_tiles,
+    recurrent_macros,
+    recurrent_shared_memory,
+    recurrent_tiles,
+)
 from .plan import Program
 from .table import choose_row
-from .tiles import Device, blocks_in_shared_memory, round_up
-
-CHUNK_BYTES = 32
-"""sizeof(Chunk) of gated/chunk.cuh."""
-ROW_TILE = 16
-"""Rows of a block of gated_output.cu."""
-REGISTERS = 80
-"""Of a thread of gated_output_mma.cu, roughly."""
-MAX_HEADS = 4
-"""Of v that a block of gated_output_mma.cu computes, and how many tokens' gates it holds for each thread."""
-MIN_WAVES = 2
-"""Of blocks that compute several heads: fewer would leave multiprocessors without work at the end."""
-RECURRENT_THREADS = 256
-
-
-class GatedTile(NamedTuple):
-    """What a block computes."""
-
-    tokens: int
-    """Of a chunk, or 0 where blocks walk over tokens one by one."""
-    width: int
-    """Features of v."""
-    num_threads: int
-    stages: int = 1
-    """How many chunks arrive while one is computed."""
-
-    def __str__(self) -> str:
-        return f"{self.tokens or 1}x{self.width}" + (f"x{self.stages}" if self.stages > 1 else "")
+from .tiles import Device, blocks_in_shared_memory
 
 
 class GatedSpec(NamedTuple):
@@ -128,132 +127,11 @@ class GatedPlan(NamedTuple):
         )
 
 
-# cuda_src/gated_output_mma.cu
-
-
-def _mma_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 32 if head_dim <= 128 else 64)
-
-
-def _mma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    num_parts = 1 if traits.head_dim_v <= 128 else 2
-    widths = (round_up(-(-traits.head_dim_v // num_parts), 32), 64, 32)
-    tiles = [GatedTile(traits.chunk_size, width, 4 * traits.chunk_size) for width in widths]
-    return [tile for tile in tiles if _mma_shared_memory(traits, tile) <= device.shared_memory_per_block]
-
-
-def _mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return (
-        ("HEAD_DIM", _mma_bucket(traits.head_dim)),
-        ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"),
-        ("VARLEN", 1),
-        ("SWAPPED_STATES", int(traits.swapped_states)),
-        ("MIN_BLOCKS", _mma_held(traits, tile, device)),
-    )
-
-
-def _mma_held(traits: GatedTraits, tile: GatedTile, device: Device) -> int:
-    """Blocks of a multiprocessor."""
-    held = blocks_in_shared_memory(device, _mma_shared_memory(traits, tile))
-    return max(1, min(held, 65536 // (REGISTERS * tile.num_threads)))
-
-
-def _mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    bucket, size = _mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
-    rows, columns = (tile.width, bucket) if traits.swapped_states else (bucket, tile.width)
-    elements = tile.tokens * (bucket + 8 + max(bucket, tile.width) + 8) + rows * (columns + 8)
-    steps = tile.tokens // 16
-    weights, decays = steps * (steps + 1) // 2 * 512, MAX_HEADS * 4 * tile.tokens
-    return round_up(size * elements + weights + decays + CHUNK_BYTES + 8, 16)
-
-
-def _mma_heads(problem: GatedProblem, tile: GatedTile, num_blocks: int, device: Device) -> int:
+def output_mma_heads(problem: GatedProblem, tile: GatedTile, num_blocks: int, device: Device) -> int:
     """Heads of v for which q, k and scores stay: the more, the less is loaded, the fewer blocks there are."""
     group = problem.num_heads_v // max(problem.num_heads, 1)
-    enough = MIN_WAVES * device.num_multiprocessors * _mma_held(problem.traits, tile, device)
+    enough = MIN_WAVES * device.num_multiprocessors * output_mma_held(problem.traits, tile, device)
     return next(n for n in (MAX_HEADS, 2, 1) if n == 1 or (group % n == 0 and num_blocks // n >= enough))
-
-
-# cuda_src/gated_output.cu
-
-
-def _output_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    return [GatedTile(traits.chunk_size, traits.head_dim_v, 128)]
-
-
-def _output_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"), ("VARLEN", 1)
-
-
-def _output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    tokens, size = tile.tokens, ITEMSIZE[traits.computed]
-    elements = tokens + ROW_TILE * (tokens + 1) + (ROW_TILE + tokens) * 17 + 16 * 64
-    return round_up(CHUNK_BYTES + size * elements, 8)
-
-
-# cuda_src/gated_prepare.cu and cuda_src/gated_delta_mma.cu
-
-
-def _delta_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 32 if head_dim <= 128 else 64)
-
-
-def _delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    """Return tiles that fit, each with as many chunks under way as do."""
-    tiles = []
-    for tokens in (64, 32):
-        for width in (16, 32, 64):
-            made = [GatedTile(tokens, width, 2 * (width + tokens) + 64, stages) for stages in (2, 1)]
-            fits = [tile for tile in made if _delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
-            tiles += fits[:1] if width == 16 or width // 2 < traits.head_dim_v else []
-    return tiles
-
-
-def _delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return ("HEAD_DIM", _delta_bucket(traits.head_dim)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
-
-
-def _matrix_bytes(tokens: int) -> int:
-    """Three times sizeof(Triangle) of gated/prepared.cuh."""
-    steps = tokens // 16
-    return 3 * steps * (steps + 1) // 2 * 512
-
-
-def _decay_bytes(tokens: int) -> int:
-    """sizeof(TokenDecays) of gated/prepared.cuh."""
-    return 12 * tokens
-
-
-def _delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    bucket, size = _delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
-    keys, values = size * tile.tokens * (bucket + 8), size * tile.tokens * (tile.width + 8)
-    arriving = 2 * keys + values + _matrix_bytes(tile.tokens) + _decay_bytes(tile.tokens)
-    handed_over = 2 * tile.width // 16 * (bucket + tile.tokens) // 16 * 512
-    return (tile.stages + 1) * arriving + keys + _decay_bytes(tile.tokens) + handed_over
-
-
-def _wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
-    if not device.has_own_instructions:
-        return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
-    if traits.head_dim > 128:
-        return f"head_dim {traits.head_dim} is above 128"
-    if min(traits.input_alignment, traits.result_alignment) < 16:
-        return "q, k, v or out have rows that begin on no 16-byte boundary"
-    return None
-
-
-def _wgmma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    return [GatedTile(64, 64, 256, 2)]
-
-
-def _wgmma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return ("HEAD_DIM", round_up(traits.head_dim, 64)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
-
-
-def _wgmma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    panels, matrices = 2 * 64 * round_up(traits.head_dim, 64), _matrix_bytes(64)
-    arriving = 2 * panels + 2 * 64 * (64 + 8) + matrices + _decay_bytes(64)
-    return round_up((tile.stages + 1) * arriving + matrices // 3 + 2 * 2 * 64 * (64 + 8), 1024)
 
 
 def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:
@@ -275,37 +153,7 @@ def _prepared_bytes(problem: GatedProblem, tokens: int) -> int:
     """What gated_prepare.cu leaves: no two chunks of sequences begin in the same 64 tokens of the same sequence."""
     packed, num_sequences, seqlen = problem.traits.packed, problem.num_sequences, problem.seqlen
     chunks = seqlen // tokens + num_sequences if packed else -(-seqlen // tokens) * num_sequences
-    return chunks * problem.num_heads_v * (_matrix_bytes(tokens) + _decay_bytes(tokens)) if seqlen else 0
-
-
-# cuda_src/gated_recurrent.cu
-
-
-def _recurrent_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 32)
-
-
-def _recurrent_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
-    bucket, size = _recurrent_bucket(traits.head_dim), ITEMSIZE[traits.computed]
-    # A thread holds 256 bytes of the state, and neighbouring features in a vector of 16.
-    columns = min(256 * RECURRENT_THREADS // 32 // (bucket * size), 16 // size)
-    while columns > 1 and 16 * columns >= traits.head_dim_v:
-        columns //= 2
-    return [GatedTile(0, 32 * columns, RECURRENT_THREADS)]
-
-
-def _recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return (
-        ("HEAD_DIM", _recurrent_bucket(traits.head_dim)),
-        ("VARLEN", int(traits.packed)),
-        ("SWAPPED_STATES", int(traits.swapped_states)),
-        ("MIN_BLOCKS", 2 if device.compute_capability > 70 else 1),  # compilers for that one spill
-    )
-
-
-def _recurrent_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    sums = tile.num_threads // 32 * (2 * tile.width + 1)
-    return ITEMSIZE[traits.computed] * (4 * _recurrent_bucket(traits.head_dim) + sums)
+    return chunks * problem.num_heads_v * (matrix_bytes(tokens) + decay_bytes(tokens)) if seqlen else 0
 
 
 GATED_KERNELS = (
@@ -315,11 +163,11 @@ GATED_KERNELS = (
         operations=("chunk_gated_output",),
         dtypes=("float16", "bfloat16"),
         min_compute_capability=80,
-        tiles=_mma_tiles,
-        macros=_mma_macros,
-        shared_memory=_mma_shared_memory,
+        tiles=output_mma_tiles,
+        macros=output_mma_macros,
+        shared_memory=output_mma_shared_memory,
         vectors=True,
-        heads=_mma_heads,
+        heads=output_mma_heads,
     ),
     GatedSpec(
         name="gated_output",
@@ -327,9 +175,9 @@ GATED_KERNELS = (
         operations=("chunk_gated_output",),
         dtypes=FLOAT_NAMES,
         min_compute_capability=50,
-        tiles=_output_tiles,
-        macros=_output_macros,
-        shared_memory=_output_shared_memory,
+        tiles=output_tiles,
+        macros=output_macros,
+        shared_memory=output_shared_memory,
         vectors=False,
     ),
     GatedSpec(
@@ -338,12 +186,12 @@ GATED_KERNELS = (
         operations=("chunk_gated_delta_rule",),
         dtypes=("float16", "bfloat16"),
         min_compute_capability=90,
-        tiles=_wgmma_tiles,
-        macros=_wgmma_macros,
-        shared_memory=_wgmma_shared_memory,
+        tiles=delta_wgmma_tiles,
+        macros=delta_wgmma_macros,
+        shared_memory=delta_wgmma_shared_memory,
         vectors=True,
         capabilities=(90,),
-        limits=_wgmma_limits,
+        limits=delta_wgmma_limits,
         preparing="gated_prepare",
     ),
     GatedSpec(
@@ -352,9 +200,9 @@ GATED_KERNELS = (
         operations=("chunk_gated_delta_rule",),
         dtypes=("float16", "bfloat16"),
         min_compute_capability=80,
-        tiles=_delta_tiles,
-        macros=_delta_macros,
-        shared_memory=_delta_shared_memory,
+        tiles=delta_tiles,
+        macros=delta_macros,
+        shared_memory=delta_shared_memory,
         vectors=True,
         preparing="gated_prepare",
     ),
@@ -364,9 +212,9 @@ GATED_KERNELS = (
         operations=("chunk_gated_delta_rule", "recurrent_gated_delta_rule"),
         dtypes=FLOAT_NAMES,
         min_compute_capability=50,
-        tiles=_recurrent_tiles,
-        macros=_recurrent_macros,
-        shared_memory=_recurrent_shared_memory,
+        tiles=recurrent_tiles,
+        macros=recurrent_macros,
+        shared_memory=recurrent_shared_memory,
         vectors=True,
     ),
 )

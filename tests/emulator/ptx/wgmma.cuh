@@ -1,4 +1,5 @@
-// cuda_src/ptx/wgmma.cuh on the CPU: each warp multiplies its rows where the instruction stands.
+// cuda_src/ptx/wgmma.cuh on the CPU: each warp multiplies its rows where the instruction stands, and has the results at
+// the wait and not before.
 #pragma once
 
 #include "ptx/mma.cuh"
@@ -31,16 +32,52 @@ struct SharedMatrix {
     }
 };
 
+// Results that a thread can't look at before it waits for their group: until then its registers hold NaN.
+struct WgmmaResult {
+    float (*registers)[4];
+    int num_tiles, group;
+    float tiles[16][4];
+};
+struct WgmmaThread {
+    unsigned int block;
+    int num_results, num_groups;
+    WgmmaResult results[4];
+};
+
+// Not checked as the kernel's own memory is.
+#define CUFLASH_UNCHECKED __attribute__((no_sanitize("thread"), noinline))
+
+CUFLASH_UNCHECKED inline WgmmaThread& wgmma_thread() {
+    static WgmmaThread threads[1024];
+    WgmmaThread& thread = threads[threadIdx.x];
+    if (thread.block != blockIdx.x + 1) thread.num_results = thread.num_groups = 0, thread.block = blockIdx.x + 1;
+    return thread;
+}
+
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+CUFLASH_UNCHECKED inline void wgmma_commit() { ++wgmma_thread().num_groups; }
 
 template <int kPending, int kTiles>
-inline void wgmma_wait(float (&)[kTiles][4]) {}
+CUFLASH_UNCHECKED inline void wgmma_wait(float (&)[kTiles][4]) {
+    WgmmaThread& thread = wgmma_thread();
+    int kept = 0;
+    for (int i = 0; i < thread.num_results; ++i) {
+        WgmmaResult& result = thread.results[i];
+        if (result.group >= thread.num_groups - kPending) {
+            thread.results[kept++] = result;
+            continue;
+        }
+        for (int tile = 0; tile < result.num_tiles; ++tile) {
+            for (int e = 0; e < 4; ++e) result.registers[tile][e] = result.tiles[tile][e];
+        }
+    }
+    thread.num_results = kept;
+}
 
 inline void fence_async_proxy() {}
 
 template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
-inline void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatrix b) {
+CUFLASH_UNCHECKED inline void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatrix b) {
     // Lanes look at the columns of B in turn, and all have them then.
     unsigned short matrix[kTiles * 8][16];
     for (int column = 0; column < kTiles * 8; ++column) {
@@ -50,6 +87,20 @@ inline void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatri
             matrix[column][row] = *element;
         }
     }
+    WgmmaThread& thread = wgmma_thread();
+    int at = 0;
+    while (at < thread.num_results && thread.results[at].registers != d) ++at;
+    if (at == 4) cpu_cuda_fail("wgmma: more results under way than are covered");
+    WgmmaResult& result = thread.results[at];
+    const auto nothing = __uint_as_float(0x7fc00000u);
+    if (at == thread.num_results) {
+        result.registers = d, result.num_tiles = kTiles, ++thread.num_results;
+        for (int tile = 0; tile < kTiles; ++tile) {
+            for (int e = 0; e < 4; ++e) result.tiles[tile][e] = d[tile][e], d[tile][e] = nothing;
+        }
+    }
+    if (kTiles > result.num_tiles) cpu_cuda_fail("wgmma: a result that is wider than when it began");
+    result.group = thread.num_groups;
     for (int tile = 0; tile < kTiles; ++tile) {
         unsigned int right[2];
         const unsigned short* const column = matrix[tile * 8 + threadIdx.x % 32 / 4];
@@ -57,10 +108,10 @@ inline void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatri
             const int row = i * 8 + static_cast<int>(threadIdx.x % 4) * 2;
             right[i] = column[row] | static_cast<unsigned int>(column[row + 1]) << 16;
         }
-        if (!kAdd) {
-            for (float& x : d[tile]) x = 0;
-        }
-        mma_m16n8k16<kBfloat16>(d[tile], a, right);
+        float sums[4];
+        for (int e = 0; e < 4; ++e) sums[e] = kAdd ? result.tiles[tile][e] : 0;
+        mma_m16n8k16<kBfloat16>(sums, a, right);
+        for (int e = 0; e < 4; ++e) result.tiles[tile][e] = sums[e];
     }
 }
 
