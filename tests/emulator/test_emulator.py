@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++
 _HEAD = """
 struct Params {{ const {input}* in; const {input}* in_2; {output}* out; }};
 extern "C" __global__ void test_kernel(const __grid_constant__ Params params) {{
-    extern __shared__ __align__(16) char shared_memory[];
+    extern __shared__ __align__(1024) char shared_memory[];
     const unsigned int thread = threadIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
     auto* shared = reinterpret_cast<{input}*>(shared_memory);
     const auto* in = params.in;
@@ -262,8 +262,8 @@ def _run(
     headers = "\n".join(f'#include "ptx/{name}.cuh"' for name in include.split())
     source = _source(body, f'#include "common/divide.cuh"\n#include "common/numeric.cuh"\n{headers}', types)
     if back_end == "gpu":
-        return _run_on_gpu(source, arrays, threads, shared)
-    _assemble(source)
+        return _run_on_gpu(source, arrays, threads, shared, TARGETS.get(include, ()))
+    _assemble(source, TARGETS.get(include, ("sm_80", "sm_90", "sm_120")))
     kernel = _compile(source, tmp_path)
     results = []
     for seed in (0, 1, 2):
@@ -274,10 +274,14 @@ def _run(
     return results[0]
 
 
-def _assemble(source: str) -> None:
+TARGETS = {"stmatrix": ("sm_90", "sm_120"), "wgmma": ("sm_90a",)}
+"""Of instructions that older architectures have not, or this one alone."""
+
+
+def _assemble(source: str, targets: tuple[str, ...]) -> None:
     """What runs here on the CPU also compiles for GPUs."""
     nvrtc = pytest.importorskip("cupy.cuda", reason="needs CuPy with NVRTC").nvrtc
-    for arch in ("sm_80", "sm_90", "sm_120"):
+    for arch in targets:
         program = nvrtc.createProgram(source, "instructions.cu", (), ())
         nvrtc.compileProgram(program, (*compiler_options(), "-ftz=true", f"-arch={arch}"))
         nvrtc.destroyProgram(program)

@@ -1,0 +1,80 @@
+"""Instructions of Hopper, on the CPU as on a GPU: stores of matrices, products of four warps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cuflash.problem.arrays import DTYPES
+
+from .test_emulator import _assert_close, _run, backends
+
+
+@backends
+def test_stmatrix(back_end: str, tmp_path: Path) -> None:
+    body = """
+        unsigned int matrices[4];
+        for (int i = 0; i < 4; ++i)
+            matrices[i] = in[i * 64 + lane * 2] | static_cast<unsigned int>(in[i * 64 + lane * 2 + 1]) << 16;
+        stmatrix_x4_transposed(shared_address(shared + lane * 24), matrices);
+        __syncwarp();
+        for (int i = lane; i < 256; i += 32) out[i] = shared[i / 8 * 24 + i % 8];  // rows 48 bytes apart
+    """
+    values = np.random.default_rng(0).permutation(256).astype(np.uint16)
+    arrays = values, values, np.empty(256, np.uint16)
+    out = _run(back_end, body, arrays, tmp_path, "stmatrix", ("unsigned short", "unsigned short"))
+    assert (out.reshape(4, 8, 8) == values.reshape(4, 8, 8).swapaxes(1, 2)).all()
+
+
+PLACES = {
+    "columns": "column * 64 + (piece ^ column % 8) * 8 + row % 8",
+    "rows": "column / 64 * 1024 + row * 64 + (column % 64 / 8 ^ row % 8) * 8 + column % 8",
+    "plain": "column / 8 * 128 + row / 8 * 64 + column % 8 * 8 + row % 8",
+}
+"""Where an element of B lies: pieces of 16 bytes are two behind the first of a column."""
+MATRICES = {
+    "columns": "SharedMatrix::swizzled(shared_address(shared), 1024).at(32)",
+    "rows": "SharedMatrix::swizzled(shared_address(shared), 1024, 2048)",
+    "plain": "SharedMatrix::plain(shared_address(shared), 128, 256)",
+}
+
+
+@backends
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("num_columns", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("layout", PLACES)
+def test_wgmma(back_end: str, dtype: str, num_columns: int, layout: str, tmp_path: Path) -> None:
+    """Twice, so that what there is is added to; A is in registers."""
+    kind = f"{'true' if dtype == 'bfloat16' else 'false'}, {'true' if layout == 'rows' else 'false'}"
+    body = f"""
+        for (int i = threadIdx.x; i < 16 * {num_columns}; i += 128) {{
+            const int row = i / {num_columns}, column = i % {num_columns}, piece = 2 + row / 8;
+            (void)piece;
+            shared[{PLACES[layout]}] = in_2[i];
+        }}
+        fence_async_proxy();
+        __syncthreads();
+        const int row = threadIdx.x / 32 * 16 + lane / 4, column = lane % 4 * 2;
+        unsigned int a[4];
+        for (int i = 0; i < 4; ++i) {{
+            const unsigned short* const pair = in + (row + i % 2 * 8) * 16 + column + i / 2 * 8;
+            a[i] = static_cast<unsigned int>(pair[0]) | static_cast<unsigned int>(pair[1]) << 16;
+        }}
+        float d[{num_columns // 8}][4];
+        wgmma_fence();
+        wgmma<{kind}, false>(d, a, {MATRICES[layout]});
+        wgmma<{kind}, true>(d, a, {MATRICES[layout]});
+        wgmma_commit();
+        wgmma_wait<0>(d);
+        for (int tile = 0; tile < {num_columns // 8}; ++tile) {{
+            for (int i = 0; i < 4; ++i)
+                out[(row + i / 2 * 8) * {num_columns} + tile * 8 + column + i % 2] = d[tile][i];
+        }}
+    """
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(DTYPES[dtype]) for shape in ((64, 16), (16, num_columns)))
+    arrays = a.view(np.uint16), b.view(np.uint16), np.empty((64, num_columns), np.float32)
+    out = _run(back_end, body, arrays, tmp_path, "wgmma", ("unsigned short", "float"), 128, 16384)
+    _assert_close(out.reshape(64, num_columns) / 2, a, b, np.zeros((64, num_columns)))
