@@ -27,7 +27,7 @@
 #include "gated/sequence.cuh"
 #include "gated/state.cuh"
 #include "gated/store.cuh"
-#include "ptx/exp2.cuh"
+#include "ptx/barrier.cuh"
 
 namespace cuflash {
 
@@ -170,7 +170,7 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.enter(left_address(shared.k[last % (kStages + 2)], lane), shared.decays[last % (kStages + 2)],
                       shared.operands[last % 2][warp]);
         }
-        meet<kLoaders>();  // the chunk is there
+        barrier_wait(1, kThreads);  // the chunk is there
         if (chunk == num_chunks) break;
         Element(*const v)[kPitchV] = shared.v[chunk % (kStages + 1)];
         own.update(right_address(shared.k[chunk % (kStages + 2)], lane), right_address(v, lane) + warp * 32,
@@ -235,12 +235,12 @@ __device__ __forceinline__ void walk_outputs(const GatedParams& params, const Ga
     char* out = params.out + token_offset(params.out_strides, batch, tokens.begin + first, block.head);
     long long left = tokens.end - tokens.begin - first;
     const bool has_state = block.index < params.num_sequences;
-    if (has_state && num_chunks > 0) meet<kLoaders>();
+    if (has_state && num_chunks > 0) barrier_wait(1, kThreads);
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         Output o = {};
         if (has_state) {
-            meet<kLoaders>();
+            barrier_wait(1, kThreads);
             compute_output(shared, chunk, warp, lane, o);
         }
         store(params, out, left, block.part * kBlockN, lane, o);
@@ -300,7 +300,7 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
     for (int chunk = 0; chunk <= num_chunks + kStages; ++chunk) {
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
-            meet_as_loader<kLoaders>(loader);  // for states of the chunk kStages before this one
+            barrier_wait(1, kThreads);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) loads.for_state(shared, chunk, left(chunk), loader);
         if (chunk > 0 && chunk <= num_chunks) loads.for_output(shared, chunk - 1, left(chunk - 1), loader);

@@ -24,6 +24,7 @@
 #include "gated/load.cuh"
 #include "gated/sequence.cuh"
 #include "gated/state.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -118,7 +119,7 @@ struct StateWarp {
         Fragment rows[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) as_operand(rows[step], state[2 * step], state[2 * step + 1]);
-        meet<kLoaders>();
+        barrier_wait(1, kThreads);
         const float decay = decays.from_begin[kTokens - 1];
         Fragment values[kTokenSteps];
         const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
@@ -188,10 +189,10 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.begin(chunk + 1);
         }
         own.end(chunk);
-        meet<kLoaders>();
+        barrier_wait(1, kThreads);
         wgmma_wait<0>(own.o);
         own.stage_output(chunk);
-        meet<kLoaders>();
+        barrier_wait(1, kThreads);
     }
     store_state(params, block, warp, lane, own.state);
 }
@@ -245,7 +246,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
             fence_async_proxy();
-            meet_as_loader<kLoaders>(loader);  // for states of the chunk kStages before this one
+            barrier_wait(1, kThreads);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) {
             const int slot = chunk % (kStages + 1);

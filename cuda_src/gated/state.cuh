@@ -5,7 +5,6 @@
 #include "gated/fragments.cuh"
 #include "gated/params.cuh"
 #include "gated/prepared.cuh"
-#include "ptx/barrier.cuh"
 
 namespace cuflash {
 
@@ -84,19 +83,6 @@ __device__ __forceinline__ void store_state(const GatedParams& params, const Gat
     if (params.final_state == nullptr) return;
     for_each_element(params, block, params.final_state_strides, warp, lane, state,
                      [&](long long at, float value) { store_bits(params.final_state + at, value); });
-}
-
-// Warps of a block that do different things meet once per chunk. Of the kLoaders threads that load, one warp meets the
-// others for all of them: a barrier of the whole block should stand in one place.
-template <int kLoaders>
-__device__ __forceinline__ void meet() {
-    barrier_wait(1, kThreads - kLoaders + 32);
-}
-template <int kLoaders>
-__device__ __forceinline__ void meet_as_loader(int loader) {
-    barrier_wait(2, kLoaders);
-    if (loader < 32) barrier_wait(1, kThreads - kLoaders + 32);
-    barrier_wait(2, kLoaders);
 }
 
 // kLoaders threads ask for bytes that lie one behind the other.

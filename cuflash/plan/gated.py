@@ -150,7 +150,7 @@ def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, devic
 
 
 def _prepared_bytes(problem: GatedProblem, tokens: int) -> int:
-    """What gated_prepare.cu leaves: no two chunks of sequences begin in the same 64 tokens of the same sequence."""
+    """What gated_prepare.cu leaves: chunks of packed sequences are counted as if each began one more."""
     packed, num_sequences, seqlen = problem.traits.packed, problem.num_sequences, problem.seqlen
     chunks = seqlen // tokens + num_sequences if packed else -(-seqlen // tokens) * num_sequences
     return chunks * problem.num_heads_v * (matrix_bytes(tokens) + decay_bytes(tokens)) if seqlen else 0

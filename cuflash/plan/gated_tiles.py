@@ -40,7 +40,7 @@ class GatedTile(NamedTuple):
 # cuda_src/gated_output_mma.cu
 
 
-def output_mma_bucket(head_dim: int) -> int:
+def mma_bucket(head_dim: int) -> int:
     return round_up(head_dim, 32 if head_dim <= 128 else 64)
 
 
@@ -53,7 +53,7 @@ def output_mma_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
 
 def output_mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
     return (
-        ("HEAD_DIM", output_mma_bucket(traits.head_dim)),
+        ("HEAD_DIM", mma_bucket(traits.head_dim)),
         ("STATE_DTYPE", f"CUFLASH_{traits.state_dtype.upper()}"),
         ("VARLEN", 1),
         ("SWAPPED_STATES", int(traits.swapped_states)),
@@ -68,7 +68,7 @@ def output_mma_held(traits: GatedTraits, tile: GatedTile, device: Device) -> int
 
 
 def output_mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    bucket, size = output_mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
+    bucket, size = mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     rows, columns = (tile.width, bucket) if traits.swapped_states else (bucket, tile.width)
     elements = tile.tokens * (bucket + 8 + max(bucket, tile.width) + 8) + rows * (columns + 8)
     steps = tile.tokens // 16
@@ -96,10 +96,6 @@ def output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 # cuda_src/gated_prepare.cu and cuda_src/gated_delta_mma.cu
 
 
-def delta_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 32 if head_dim <= 128 else 64)
-
-
 def delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     """Return tiles that fit, each with as many chunks under way as do."""
     tiles = []
@@ -112,7 +108,7 @@ def delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
 
 
 def delta_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
-    return ("HEAD_DIM", delta_bucket(traits.head_dim)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
+    return ("HEAD_DIM", mma_bucket(traits.head_dim)), ("VARLEN", int(traits.packed)), ("STAGES", tile.stages)
 
 
 def matrix_bytes(tokens: int) -> int:
@@ -127,7 +123,7 @@ def decay_bytes(tokens: int) -> int:
 
 
 def delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
-    bucket, size = delta_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
+    bucket, size = mma_bucket(traits.head_dim), ITEMSIZE[traits.dtype]
     keys, values = size * tile.tokens * (bucket + 8), size * tile.tokens * (tile.width + 8)
     arriving = 2 * keys + values + matrix_bytes(tile.tokens) + decay_bytes(tile.tokens)
     handed_over = 2 * tile.width // 16 * (bucket + tile.tokens) // 16 * 512
