@@ -1,12 +1,15 @@
-"""Other ways to compute attention: `python -m cuflash bench --peers benchmarks/peers.py`.
+"""Other ways to compute the same: `python -m cuflash bench --peers benchmarks/peers.py`.
 
-`peers` names them: the formula as one writes it down, cuDNN by way of its own Python module, as one calls it with CuPy,
-and PyTorch's function, each where it is installed. Each takes the inputs of a problem and returns a function to time,
-or raises where it cannot serve the problem. `small_calls`, `release` and `versions` are optional.
+`peers` names those of attention: the formula as one writes it down, cuDNN by way of its own Python module, as one calls
+it with CuPy, and PyTorch's function; `gated_peers` those of the gated delta rule: the definition as one writes it down,
+and flash-linear-attention. All but what is written down are there where they are installed. Each takes the inputs of a
+problem and returns a function to time, or raises where it cannot serve the problem. `gated_peers`, `small_calls`,
+`release` and `versions` are optional.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import warnings
@@ -15,29 +18,36 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from cuflash.bench.cases import Case, Inputs
-from cuflash.bench.check import visible
+from cuflash.bench.cases import Case
+from cuflash.bench.exact import visible
+from cuflash.bench.gated import CHUNKS, OUTPUT, RECURRENT
+from cuflash.bench.inputs import Inputs, drawn_dtype
 from cuflash.bench.measure import Peer
 from cuflash.settings import num_threads
 
 BACKENDS = {"cuDNN": "CUDNN_ATTENTION", "flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
 """Of PyTorch's scaled_dot_product_attention."""
+MAX_STEPS = 8192
+"""Tokens of a sequence, each some small launches of CuPy."""
+
+
+def library(backend: str) -> Any:
+    """NumPy, or CuPy with the memory that others hold for later."""
+    if backend == "numpy":
+        return importlib.import_module("numpy")
+    release()
+    return importlib.import_module("cupy")
 
 
 def naive(backend: str) -> Peer:
     """The N x N matrix in memory."""
 
     def prepare(inputs: Inputs) -> Callable[[], Any]:
-        if backend == "gpu":
-            import cupy as xp
-
-            release()
-        else:
-            import numpy as xp
-
-            if inputs.q.dtype.itemsize == 2:
-                raise TypeError("NumPy multiplies matrices of 16 bits without BLAS")
-        case, q, bias, slopes = inputs.case, inputs.q, inputs.bias, inputs.alibi_slopes
+        case, (q, *others) = inputs.case, (inputs.arrays.get(name) for name in ("q", "k", "v"))
+        bias, slopes = (inputs.arrays.get(name) for name in ("bias", "alibi_slopes"))
+        xp = library(backend)
+        if backend == "numpy" and q.dtype.itemsize == 2:
+            raise TypeError("NumPy multiplies matrices of 16 bits without BLAS")
         scale = q.dtype.type(case.head_dim**-0.5)
         hidden = ~visible(case, slice(None), xp) if case.causal or case.window is not None else None
         group_size = case.heads // case.kv_heads
@@ -46,7 +56,7 @@ def naive(backend: str) -> Peer:
             distance = abs(position - xp.arange(case.seqlen_k)).astype(slopes.dtype)
 
         def compute() -> Any:
-            keys, *values = (x if group_size == 1 else x.repeat(group_size, axis=1) for x in inputs.arrays[1:])
+            keys, *values = (x.repeat(group_size, axis=1) if group_size > 1 else x for x in others if x is not None)
             scores = q @ keys.swapaxes(-1, -2)
             scores *= scale
             if case.softcap is not None:
@@ -114,7 +124,7 @@ def cudnn_gpu(inputs: Inputs) -> Callable[[], Any]:
     if case.dtype not in ("float16", "bfloat16"):
         raise NotImplementedError("computes float16 and bfloat16 only")
     dtype = {"float16": cudnn.data_type.HALF, "bfloat16": cudnn.data_type.BFLOAT16}[case.dtype]
-    handle = cudnn_handle(inputs.q.device.id)
+    handle = cudnn_handle(inputs.arrays["q"].device.id)
     cudnn.set_stream(handle=handle, stream=cupy.cuda.get_current_stream().ptr)
     graph = cudnn.pygraph(
         io_data_type=dtype,
@@ -126,12 +136,13 @@ def cudnn_gpu(inputs: Inputs) -> Callable[[], Any]:
     def layout(x: Any) -> dict[str, list[int]]:
         return {"dim": list(x.shape), "stride": [step // x.itemsize for step in x.strides]}
 
-    arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-    if inputs.bias is not None:
-        arrays["bias"] = inputs.bias.reshape(1, *inputs.bias.shape)  # a new axis has a stride of 0, which is no layout
+    arrays = {name: inputs.arrays[name] for name in ("q", "k", "v")}
+    if case.bias:
+        bias = inputs.arrays["bias"]
+        arrays["bias"] = bias.reshape(1, *bias.shape)  # a new axis has a stride of 0, which is no layout
     operands = {name: graph.tensor(name=name, data_type=dtype, **layout(x)) for name, x in arrays.items()}
     result, _ = graph.sdpa(name="sdpa", generate_stats=False, **operands, **cudnn_options(case, cudnn))
-    out = cupy.empty(case.shape_out, inputs.q.dtype)
+    out = cupy.empty(case.shape_out, arrays["q"].dtype)
     result.set_output(True).set_data_type(dtype).set_dim(layout(out)["dim"]).set_stride(layout(out)["stride"])
     graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     workspace = cupy.empty(max(1, graph.get_workspace_size()), "uint8")
@@ -153,10 +164,10 @@ def torch_options(inputs: Inputs, tensor: Callable[[Any], Any]) -> dict[str, Any
         raise NotImplementedError("is causal from the top left")
     # One query at the last key sees everything; to PyTorch it would stand at the first.
     options: dict[str, Any] = {"is_causal": case.causal and case.seqlen_q > 1}
-    if inputs.bias is not None:
+    if case.bias:
         if case.causal:
             raise NotImplementedError("takes no bias beside causal")
-        options["attn_mask"] = tensor(inputs.bias)[None]
+        options["attn_mask"] = tensor(inputs.arrays["bias"])[None]
     if case.heads != case.kv_heads:
         options["enable_gqa"] = True
     return options
@@ -172,7 +183,7 @@ def torch_gpu(name: str) -> Peer:
         release()
         warnings.filterwarnings("ignore", module=__name__)  # a back end that refuses also warns, at length
         backend = getattr(SDPBackend, name)
-        tensors = [torch.from_dlpack(x) for x in inputs[1:4]]
+        tensors = [torch.from_dlpack(inputs.arrays[name]) for name in ("q", "k", "v")]
         options = torch_options(inputs, torch.from_dlpack)
 
         def compute() -> Any:
@@ -197,9 +208,80 @@ def torch_cpu(inputs: Inputs) -> Callable[[], Any]:
         )
 
     torch.set_num_threads(num_threads())
-    tensors = [tensor(x) for x in inputs[1:4]]
+    tensors = [tensor(inputs.arrays[name]) for name in ("q", "k", "v")]
     options = torch_options(inputs, tensor)
     return lambda: torch.nn.functional.scaled_dot_product_attention(*tensors, **options)
+
+
+def naive_gated(backend: str) -> Peer:
+    """The definition: a step for each token, and outputs of all chunks at once."""
+
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        case, xp = inputs.case, library(backend)
+        if len(set(case.lengths)) > 1:
+            raise NotImplementedError("has one length for all sequences")
+        if case.op == OUTPUT and case.lengths[0] % case.chunk_size:
+            raise NotImplementedError("has whole chunks only")
+        if case.op == CHUNKS and case.lengths[0] > MAX_STEPS:
+            raise NotImplementedError(f"takes a step for each token, and {MAX_STEPS} at most")
+        group_size, scale, wide = case.heads_v // case.heads, case.head_dim**-0.5, drawn_dtype(case.dtype)
+
+        def widened(name: str, *rows: int) -> Any:
+            """An array of tokens with other axes for them, and as many heads as v."""
+            x = inputs.arrays[name].astype(wide)
+            x = x.reshape(*rows, *x.shape[1 if case.op == OUTPUT else 2 :])
+            return x.repeat(group_size, axis=2) if name in ("q", "k") and group_size > 1 else x
+
+        def rule() -> Any:
+            rows = len(case.lengths), case.lengths[0]
+            q, k, v, log_g, beta = (widened(name, *rows) for name in ("q", "k", "v", "log_g", "beta"))
+            shape = rows[0], case.heads_v, case.head_dim, case.head_dim_v
+            state = inputs.arrays["state"].copy() if case.op == RECURRENT else xp.zeros(shape, wide)
+            out = xp.empty_like(v)
+            for t in range(rows[1]):
+                state *= xp.exp(log_g[:, t, :, None, None])
+                update = beta[:, t, :, None] * (v[:, t] - (k[:, t, :, None] @ state)[:, :, 0])
+                state += k[:, t, ..., None] * update[:, :, None]
+                out[:, t] = scale * (q[:, t, :, None] @ state)[:, :, 0]
+            result = out.reshape(case.results["out"].shape).astype(inputs.arrays["v"].dtype)
+            return (result, state) if case.op == RECURRENT else result
+
+        def output() -> Any:
+            rows = len(case.chunks), case.chunk_size
+            q, k, v, gates = (widened(name, *rows).swapaxes(1, 2) for name in ("q", "k", "v_new", "log_g_cumsum"))
+            decay = xp.tril(xp.exp(xp.minimum(gates[..., None] - gates[..., None, :], 0)))
+            out = xp.exp(gates)[..., None] * (q @ inputs.arrays["h"].astype(wide))
+            out += (q @ k.swapaxes(-1, -2) * decay) @ v
+            out *= scale
+            return out.swapaxes(1, 2).reshape(case.results["out"].shape).astype(inputs.arrays["v_new"].dtype)
+
+        return output if case.op == OUTPUT else rule
+
+    return prepare
+
+
+def linear_attention(inputs: Inputs) -> Callable[[], Any]:
+    """flash-linear-attention, whose kernels are written in Triton."""
+    import torch
+    from fla.ops.common.chunk_o import chunk_fwd_o
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+
+    release()
+    case = inputs.case
+    tensors = {name: torch.from_dlpack(x) for name, x in inputs.arrays.items()}
+    boundaries = tensors["cu_seqlens"].long() if case.packed and len(case.lengths) > 1 else None
+    scale = case.head_dim**-0.5
+    if case.op == OUTPUT:
+        q, k, v, h, g = (tensors[name][None] for name in ("q", "k", "v_new", "h", "log_g_cumsum"))
+        options = {"scale": scale, "cu_seqlens": boundaries, "chunk_size": case.chunk_size}
+        return lambda: chunk_fwd_o(q=q, k=k, v=v, h=h, g=g, **options)[0]
+    arguments = {name: tensors[name] for name in ("q", "k", "v", "beta")} | {"g": tensors["log_g"], "scale": scale}
+    if case.op == RECURRENT:
+        arguments |= {"initial_state": tensors["state"], "output_final_state": True}
+        return lambda: fused_recurrent_gated_delta_rule(**arguments)
+    if case.chunk_size != 64:
+        raise NotImplementedError("has chunks of 64 tokens")
+    return lambda: chunk_gated_delta_rule(**arguments, cu_seqlens=boundaries)[0]
 
 
 def release() -> None:
@@ -211,9 +293,9 @@ def release() -> None:
 
 def versions() -> dict[str, str]:
     """Of the libraries that have been imported."""
-    found = {}
-    if sys.modules.get("torch") is not None:
-        found["torch"] = str(sys.modules["torch"].__version__)
+    modules = {"torch": "torch", "triton": "triton", "fla": "flash-linear-attention"}
+    imported = {label: sys.modules.get(name) for name, label in modules.items()}
+    found = {label: str(module.__version__) for label, module in imported.items() if module is not None}
     cudnn = sys.modules.get("cudnn")
     if cudnn is not None:
         found["cudnn-frontend"] = str(cudnn.__version__)
@@ -237,6 +319,14 @@ def peers(backend: str) -> dict[str, Peer]:
     if torch.cuda.is_available():
         found |= {f"torch {label}": torch_gpu(name) for label, name in BACKENDS.items()}
     return found
+
+
+def gated_peers(backend: str) -> dict[str, Peer]:
+    """Peers of the gated delta rule that can be imported here, by name."""
+    if backend == "numpy":
+        return {"naive NumPy": naive_gated(backend)}
+    installed = all(importlib.util.find_spec(name) is not None for name in ("torch", "fla"))
+    return {"naive CuPy": naive_gated(backend)} | ({"linear attention": linear_attention} if installed else {})
 
 
 def small_calls(q: Any) -> dict[str, Callable[[], Any]]:

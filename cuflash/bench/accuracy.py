@@ -21,9 +21,10 @@ import numpy as np
 from ..dense import attention
 from ..explain import explain
 from ..problem.arrays import DTYPES, FLOAT_NAMES
-from .cases import Case, Inputs
-from .check import poisoned, to_host
+from .cases import Case
+from .check import to_host
 from .device import NumpyBackend
+from .inputs import Inputs, poisoned
 from .measure import Peer, Request, as_array, chosen, compile_ahead
 from .report import NOT_FINITE
 
@@ -222,7 +223,7 @@ def _ways(
     """
     case = _case(arrays[0].dtype.name, arrays[0].shape[-1])
     q, k, v = (backend.xp.asarray(x[np.newaxis, np.newaxis]) for x in arrays)
-    inputs = Inputs(case, q, k, v, None)
+    inputs = Inputs(case, {"q": q, "k": k, "v": v})
 
     def compute(kernel: str, precision: Precision) -> list[np.ndarray]:
         return [repeated(kernel, precision, copies) for copies in COPIES[backend.name]]
@@ -237,7 +238,7 @@ def _ways(
     def ask(prepare: Peer) -> list[np.ndarray]:
         return [to_host(as_array(prepare(inputs)(), backend))[0, 0]]
 
-    for kernel in Request("all").kernels(backend.name):
+    for kernel in Request("all").kernels(backend.name, case):
         precision = _served(kernel, inputs)
         if precision is not None:
             yield {"kernel": kernel, "precision": precision}, partial(compute, kernel, precision)
@@ -252,7 +253,7 @@ def _served(kernel: str, inputs: Inputs) -> Precision | None:
     for precision in precisions:
         try:
             with chosen(kernel, ""):
-                explain(attention, inputs.q, inputs.k, inputs.v, precision=precision)
+                explain(attention, **inputs.arrays, precision=precision)
             return precision
         except ValueError:
             continue

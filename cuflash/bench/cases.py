@@ -1,23 +1,25 @@
-"""Problems that `python -m cuflash bench` measures: the table, how much work each one is, and its arrays."""
+"""Problems that `python -m cuflash bench` measures: the table, and what a problem of attention is."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..dense import attention
 from ..lse import attention_lse
-from ..problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
+from ..plan.table import KERNELS
+from ..problem.arrays import DTYPES, FLOAT_NAMES
+from .gated import gated_cases, small_gated_cases
+from .inputs import AnyCase, Array, compulsory_bytes, drawn_dtype
 
 Window = tuple[int | None, int | None]
 
 
 class Case(NamedTuple):
-    """One problem: arrays (batch, heads, sequence, feature) in C order, and options."""
+    """One problem of attention: arrays (batch, heads, sequence, feature) in C order, and options."""
 
     group: str
     dtype: str
@@ -62,17 +64,20 @@ class Case(NamedTuple):
         return f"{self.dtype} B{self.batch} H{heads} N{length} D{feature} {' '.join(options)}"
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each input array by argument name."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "q": (self.batch, self.heads, self.seqlen_q, self.head_dim),
-            "k": (self.batch, self.kv_heads, self.seqlen_k, self.head_dim),
+    def inputs(self) -> dict[str, Array]:
+        """Arrays by argument name."""
+        rows_k = self.batch, self.kv_heads, self.seqlen_k
+        inputs = {
+            "q": Array((self.batch, self.heads, self.seqlen_q, self.head_dim), self.dtype),
+            "k": Array((*rows_k, self.head_dim), self.dtype),
         }
         if self.head_dim_v:
-            shapes["v"] = (self.batch, self.kv_heads, self.seqlen_k, self.head_dim_v)
+            inputs["v"] = Array((*rows_k, self.head_dim_v), self.dtype)
         if self.bias:
-            shapes["bias"] = (self.heads, self.seqlen_q, self.seqlen_k)
-        return shapes
+            inputs["bias"] = Array((self.heads, self.seqlen_q, self.seqlen_k), self.dtype)
+        if self.alibi:
+            inputs["alibi_slopes"] = Array((self.heads,), "float32")
+        return inputs
 
     @property
     def shape_out(self) -> tuple[int, ...]:
@@ -86,9 +91,19 @@ class Case(NamedTuple):
         return self.dtype if self.head_dim_v or self.dtype == "float64" else "float32"
 
     @property
+    def results(self) -> dict[str, Array]:
+        """The array that is written, by argument name."""
+        return {"out": Array(self.shape_out, self.dtype_out)}
+
+    @property
     def function(self) -> Callable[..., Any]:
         """What is called."""
         return attention if self.head_dim_v else attention_lse
+
+    @property
+    def kernels(self) -> list[str]:
+        """Rows of the table."""
+        return [spec.name for spec in KERNELS]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -105,13 +120,32 @@ class Case(NamedTuple):
     @property
     def bytes(self) -> int:
         """What has to be read and written at least: each array once."""
-        read = sum(prod(shape) for shape in self.shapes.values()) * ITEMSIZE[self.dtype]
-        return read + prod(self.shape_out) * ITEMSIZE[self.dtype_out]
+        return compulsory_bytes(self)
 
     @property
     def queries(self) -> int:
         """Tokens for which a result is computed."""
         return self.batch * self.seqlen_q
+
+    def draw(self, xp: Any) -> dict[str, Any]:
+        """Make the inputs with the library `xp`, numpy or cupy: the same ones every time."""
+        rng, drawn = xp.random.default_rng(0), drawn_dtype(self.dtype)
+        arrays = {}
+        for name, (shape, dtype) in self.inputs.items():
+            if name == "alibi_slopes":
+                arrays[name] = xp.asarray(alibi_slopes(self.heads))
+                continue
+            x = rng.standard_normal(shape, dtype=drawn)
+            if name == "v" and (self.value_mean, self.value_spread) != (0.0, 1.0):
+                x *= drawn(self.value_spread)
+                x += drawn(self.value_mean)
+            arrays[name] = x.astype(DTYPES[dtype])
+        return arrays
+
+
+def alibi_slopes(heads: int) -> np.ndarray:
+    """Slopes of Press, Smith and Lewis (2022) for a power of two of heads: 2^(-8/heads), its square, and so on."""
+    return np.exp2(np.arange(1, heads + 1, dtype=np.float32) * np.float32(-8 / heads))
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> int:
@@ -277,7 +311,7 @@ def _points() -> list[Case]:
     ]
 
 
-GROUPS: dict[str, list[Case]] = {
+GROUPS: dict[str, Sequence[AnyCase]] = {
     "float32": _wide("float32") + _MORE_FLOAT32,
     "float64": _wide("float64"),
     "float16": _half("float16"),
@@ -289,6 +323,8 @@ GROUPS: dict[str, list[Case]] = {
     "points": _points(),
     "cpu": _cpu(),
     "small": _small(),
+    "gated": gated_cases("gated"),
+    "gated-cpu": small_gated_cases("gated-cpu"),
     "sweep": _sweep(),
 }
 """The table, by name of the group."""
@@ -297,8 +333,8 @@ OVERHEADS = "overheads"
 """Name of the group that has no cases: import, host time per call, compile time, memory."""
 
 DEFAULT_GROUPS = {
-    "gpu": [*(name for name in GROUPS if name not in ("cpu", "small", "sweep")), OVERHEADS],
-    "numpy": ["cpu", "small", "drift", OVERHEADS],
+    "gpu": [*(name for name in GROUPS if name not in ("cpu", "small", "gated-cpu", "sweep")), OVERHEADS],
+    "numpy": ["cpu", "small", "drift", "gated-cpu", OVERHEADS],
 }
 """What is measured when nothing is chosen, by back end; the sweep and the error table are runs of their own."""
 
@@ -307,7 +343,7 @@ QUICK_FLOPS = {"gpu": 3 * 10**11, "numpy": 6 * 10**9}
 QUICK_CASES = 3
 
 
-def quick(groups: Iterable[list[Case]], backend: str) -> list[Case]:
+def quick(groups: Iterable[Sequence[AnyCase]], backend: str) -> list[AnyCase]:
     """Choose a few cases of each group: the first, the last and one between, none of them large.
 
     The groups take turns, as time may end before the cases do.
@@ -319,61 +355,3 @@ def quick(groups: Iterable[list[Case]], backend: str) -> list[Case]:
             small = [small[i * (len(small) - 1) // (QUICK_CASES - 1)] for i in range(QUICK_CASES)]
         chosen.append(small)
     return [case for turn in zip_longest(*chosen) for case in turn if case is not None]
-
-
-class Inputs(NamedTuple):
-    """The arrays of a case, on the device that computes it. What a peer is given."""
-
-    case: Case
-    q: Any
-    """(batch, heads, seqlen_q, head_dim)"""
-    k: Any
-    """(batch, kv_heads, seqlen_k, head_dim)"""
-    v: Any
-    """(batch, kv_heads, seqlen_k, head_dim_v); None if there are no values"""
-    bias: Any
-    """(heads, seqlen_q, seqlen_k) or None"""
-    alibi_slopes: Any = None
-    """(heads,), float32, or None"""
-
-    @property
-    def arrays(self) -> list[Any]:
-        """Positional arguments of the function."""
-        return [x for x in (self.q, self.k, self.v) if x is not None]
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the function."""
-        arrays = {"bias": self.bias, "alibi_slopes": self.alibi_slopes}
-        return self.case.options | {name: x for name, x in arrays.items() if x is not None}
-
-
-def make_inputs(case: Case, xp: Any) -> Inputs:
-    """Draw the arrays of a case with the library `xp`, numpy or cupy: the same ones every time."""
-    rng = xp.random.default_rng(0)
-    # float64 arrays that hold float32 numbers would make products exact and the error smaller than it is.
-    drawn = np.float64 if case.dtype == "float64" else np.float32
-    arrays = {}
-    for name, shape in case.shapes.items():
-        x = rng.standard_normal(shape, dtype=drawn)
-        if name == "v" and (case.value_mean, case.value_spread) != (0.0, 1.0):
-            x *= drawn(case.value_spread)
-            x += drawn(case.value_mean)
-        arrays[name] = x.astype(DTYPES[case.dtype])
-    slopes = xp.asarray(alibi_slopes(case.heads)) if case.alibi else None
-    return Inputs(case, arrays["q"], arrays["k"], arrays.get("v"), arrays.get("bias"), slopes)
-
-
-def alibi_slopes(heads: int) -> np.ndarray:
-    """Slopes of Press, Smith and Lewis (2022) for a power of two of heads: 2^(-8/heads), its square, and so on."""
-    return np.exp2(np.arange(1, heads + 1, dtype=np.float32) * np.float32(-8 / heads))
-
-
-def stand_ins(case: Case) -> dict[str, Any]:
-    """Describe a case's arrays, by argument name, as they would be on the first GPU."""
-
-    def describe(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
-        return ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[dtype]), dtype, 0, 0, True)
-
-    arrays = {name: describe(shape, case.dtype) for name, shape in case.shapes.items()}
-    return arrays | ({"alibi_slopes": describe((case.heads,), "float32")} if case.alibi else {})

@@ -16,13 +16,13 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
-from ..plan.table import CPU_KERNEL, KERNELS
+from ..plan.names import kernel_names
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.describe import describe_attention
 from ..settings import num_threads
@@ -30,8 +30,10 @@ from . import cases as case_table
 from . import report as reports
 from . import sweep
 from .accuracy import ACCURACY, accuracy
-from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, stand_ins
+from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case
 from .device import GpuBackend, NumpyBackend, measure_limits
+from .gated import GatedCase
+from .inputs import AnyCase, stand_ins
 from .measure import Peer, Request, compile_ahead, measure
 from .overheads import SmallCalls, overheads
 
@@ -45,10 +47,15 @@ SHAPE_OPTIONS = ("batch", "heads", "kv_heads", "seqlen", "seqlen_k", "head_dim",
 class Peers(NamedTuple):
     """What is measured beside the kernels."""
 
-    table: Mapping[str, Peer]
+    attention: Mapping[str, Peer]
+    gated: Mapping[str, Peer] = {}
     small_calls: SmallCalls | None = None
     release: Callable[[], None] | None = None
     versions: Callable[[], dict[str, str]] | None = None
+
+    def of(self, case: AnyCase) -> Mapping[str, Peer]:
+        """Peers for the operation of a problem."""
+        return self.gated if isinstance(case, GatedCase) else self.attention
 
 
 def load_peers(source: str | None, backend: str, words: Collection[str] | None = None) -> Peers:
@@ -58,8 +65,9 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
     ----------
     source : str or None
         A Python file or the name of a module with a function ``peers(backend)``, which returns a mapping of names to
-        `Peer`; maybe with ``small_calls(q)`` (see `overheads.SmallCalls`), ``release()``, which gives unused memory
-        back and is called behind each problem, and ``versions()`` of what it has imported. None, "none": no peers.
+        `Peer` for attention; maybe with ``gated_peers(backend)``, the same for the gated delta rule, ``small_calls(q)``
+        (see `overheads.SmallCalls`), ``release()``, which gives unused memory back and is called behind each problem,
+        and ``versions()`` of what it has imported. None, "none": no peers.
     backend : {"gpu", "numpy"}
     words : collection of str, optional
         Only peers whose names contain one of them.
@@ -82,11 +90,14 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
         else:
             module = importlib.import_module(str(source))
         extras = {name: getattr(module, name, None) for name in ("small_calls", "release", "versions")}
-        table = dict(module.peers(backend))
-        chosen = {name: peer for name, peer in table.items() if words is None or any(word in name for word in words)}
-        return Peers(chosen, **extras)
+        gated = module.gated_peers(backend) if hasattr(module, "gated_peers") else {}
+        return Peers(_chosen(module.peers(backend), words), _chosen(gated, words), **extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
+
+
+def _chosen(peers: Mapping[str, Peer], words: Collection[str] | None) -> dict[str, Peer]:
+    return {name: peer for name, peer in peers.items() if words is None or any(word in name for word in words)}
 
 
 def _positive(text: str) -> int:
@@ -105,7 +116,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--backend", choices=("gpu", "numpy"), help="default: gpu if there is one")
     parser.add_argument("--quick", action="store_true", help="a few problems, three repeats, 30 seconds in all")
     parser.add_argument("--group", nargs="+", choices=(*GROUPS, OVERHEADS, ACCURACY), help="parts of the table")
-    kernels = (*(spec.name for spec in KERNELS), CPU_KERNEL, "all")
+    kernels = (*kernel_names(), "all")
     parser.add_argument("--kernel", default="", choices=kernels, help="default: automatic choice")
     parser.add_argument("--tile", default="", help="such as 64x64; default: automatic choice")
     parser.add_argument(
@@ -120,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only-peers", nargs="+", metavar="WORD", help="peers whose names contain one of these; default: all"
     )
-    shape = parser.add_argument_group("one problem instead of the table")
+    shape = parser.add_argument_group("one problem of attention instead of the table")
     shape.add_argument("--batch", type=_positive, help="default: 1")
     shape.add_argument("--heads", type=_positive, help="default: 16")
     shape.add_argument("--kv-heads", type=_positive, help="default: as many as heads")
@@ -150,7 +161,7 @@ def single_case(arguments: argparse.Namespace, backend: str) -> Case:
     return case
 
 
-def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[Case], set[str]]:
+def choose_cases(arguments: argparse.Namespace, backend: str) -> tuple[list[AnyCase], set[str]]:
     """Return the problems to measure, and the names of what is measured without problems: overheads, accuracy."""
     if any(getattr(arguments, name) is not None for name in SHAPE_OPTIONS):
         if arguments.group:
@@ -173,7 +184,7 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 
 def run(
-    cases: list[Case],
+    cases: Sequence[AnyCase],
     extras: Collection[str],
     backend: NumpyBackend,
     request: Request,
@@ -185,7 +196,7 @@ def run(
 
     Parameters
     ----------
-    cases : list of Case
+    cases : sequence of AnyCase
     extras : collection of str
         What is measured beside them: `OVERHEADS`, `ACCURACY`.
     backend : NumpyBackend
@@ -219,14 +230,14 @@ def run(
         if deadline is not None and time.monotonic() > deadline:
             report.setdefault("left_out", []).append(case.name)
             continue
-        report["problems"].append(measure(case, backend, request, report["limits"], peers.table))
+        report["problems"].append(measure(case, backend, request, report["limits"], peers.of(case)))
         print(reports.block(report["problems"][-1]), flush=True)
         if peers.release is not None:
             peers.release()
         write_json(report, stored)
     measurements: dict[str, Callable[[bool], Any]] = {
         OVERHEADS: lambda quick: overheads(backend, peers.small_calls, quick),
-        ACCURACY: lambda quick: accuracy(backend, peers.table, quick),
+        ACCURACY: lambda quick: accuracy(backend, peers.attention, quick),
     }
     for name in filter(extras.__contains__, measurements):
         try:

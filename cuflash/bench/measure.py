@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..explain import Explanation, explain, warmup
 from ..options import options
-from ..plan.table import CPU_KERNEL, KERNELS
+from ..plan.table import CPU_KERNEL
 from ..settings import settings
-from .cases import Case, Inputs, make_inputs, stand_ins
-from .check import Exact, check, exact_result, poisoned
+from .check import Exact, check
 from .device import NumpyBackend
+from .exact import exact_result
+from .inputs import AnyCase, Inputs, make_inputs, stand_ins
 
 Peer = Callable[[Inputs], Callable[[], Any]]
 """Takes the inputs and returns a function without arguments, to be timed; raises where it cannot serve the case. The
-function returns an array of the inputs' library or, with `__dlpack__`, of another."""
+function returns an array of the inputs' library or, with `__dlpack__`, of another; where the case has several results,
+a tuple in their order. It must not change the inputs."""
 
 PEER_ERROR = 0.1
 """Relative error above which a peer computes something else."""
@@ -37,26 +39,26 @@ class Request(NamedTuple):
     repeats: int = 9
     verify: bool = True
 
-    def kernels(self, backend: str) -> list[str]:
+    def kernels(self, backend: str, case: AnyCase) -> list[str]:
         """What `options(kernel=...)` is given, in turn."""
         if self.kernel != "all":
             return [self.kernel]
-        return [spec.name for spec in KERNELS] if backend == "gpu" else [CPU_KERNEL]
+        return case.kernels if backend == "gpu" else [CPU_KERNEL]
 
 
-def compute(inputs: Inputs, out: Any) -> None:
+def compute(inputs: Inputs, results: Mapping[str, Any]) -> None:
     """Run the call that is measured."""
-    inputs.case.function(*inputs.arrays, out=out, **inputs.options)
+    inputs.case.function(**(inputs.arguments | dict(results)))
 
 
 def measure(
-    case: Case, backend: NumpyBackend, request: Request, limits: Mapping[str, Any], peers: Mapping[str, Peer]
+    case: AnyCase, backend: NumpyBackend, request: Request, limits: Mapping[str, Any], peers: Mapping[str, Peer]
 ) -> dict[str, Any]:
     """Check and time a case with every kernel that is asked for, then time the peers, each after the other.
 
     Parameters
     ----------
-    case : Case
+    case : AnyCase
     backend : NumpyBackend
         Or `GpuBackend`.
     request : Request
@@ -68,7 +70,7 @@ def measure(
     try:
         inputs = make_inputs(case, backend.xp)
         exact = exact_result(inputs) if request.verify else None
-        for kernel in request.kernels(backend.name):
+        for kernel in request.kernels(backend.name, case):
             with chosen(kernel, request.tile):
                 results.append(_measure_kernel(inputs, exact, backend, request, limits) | {"automatic": not kernel})
         for name, prepare in peers.items():
@@ -89,22 +91,21 @@ def chosen(kernel: str, tile: str) -> options:
 def _measure_kernel(
     inputs: Inputs, exact: Exact | None, backend: NumpyBackend, request: Request, limits: Mapping[str, Any]
 ) -> dict[str, Any]:
-    case = inputs.case
     try:
-        explanation = explain(case.function, *inputs.arrays, **inputs.options)
+        explanation = explain(inputs.case.function, **inputs.arguments)
     except ValueError as refusal:
         return {"kernel": settings().kernel, "refused": str(refusal)}
     result = describe(explanation)
     try:
-        out = poisoned(case.shape_out, case.dtype_out, backend.xp)
+        results = inputs.new_results(backend.xp)
         if exact is not None:
-            compute(inputs, out)
-            verdict = check(exact, out, backend.xp)
+            compute(inputs, results)
+            verdict = check(exact, results, backend.xp)
             if math.isfinite(verdict.mse):  # JSON has no other numbers
                 result |= verdict._asdict()
             if not verdict.good:
                 return result | {"wrong": str(verdict)}
-        return result | speed(case, backend.times(lambda: compute(inputs, out), request.repeats), limits)
+        return result | speed(inputs.case, backend.times(lambda: compute(inputs, results), request.repeats), limits)
     except Exception as error:  # the other problems are measured all the same, and the command ends with status 1
         return result | {"failed": f"{type(error).__name__}: {error}"}
 
@@ -122,7 +123,7 @@ def describe(explanation: Explanation) -> dict[str, Any]:
     return found
 
 
-def speed(case: Case, times: list[float], limits: Mapping[str, Any]) -> dict[str, Any]:
+def speed(case: AnyCase, times: list[float], limits: Mapping[str, Any]) -> dict[str, Any]:
     """Time and rates, and the fraction of the limit that binds: the products, or moving each array once."""
     seconds = statistics.median(times)
     flops, rate = case.flops / seconds, case.bytes / seconds
@@ -166,25 +167,26 @@ def as_array(out: Any, backend: NumpyBackend) -> Any:
     return out if isinstance(out, backend.xp.ndarray) else backend.xp.from_dlpack(out)
 
 
-def _peer_error(out: Any, exact: Exact, backend: NumpyBackend) -> dict[str, Any]:
-    """Error of a peer's result; nothing where the back end's library cannot read it."""
+def _peer_error(returned: Any, exact: Exact, backend: NumpyBackend) -> dict[str, Any]:
+    """Error of a peer's results; nothing where the back end's library cannot read them."""
+    several = returned if isinstance(returned, tuple) else (returned,)
     try:
-        out = as_array(out, backend)
+        arrays = [as_array(x, backend) for x in several]
     except Exception:  # NumPy knows no bfloat16 from other libraries
         return {}
-    verdict = check(exact, out, backend.xp)
+    verdict = check(exact, dict(zip(exact.case.results, arrays, strict=True)), backend.xp)
     if not math.isfinite(verdict.mse):
         raise ValueError("the result is not finite")
     return {"mse": verdict.mse, "relative_error": verdict.relative_error, "rounding_error": verdict.rounding_error}
 
 
-def compile_ahead(cases: list[Case], request: Request) -> None:
+def compile_ahead(cases: Iterable[AnyCase], request: Request) -> None:
     """Compile in threads what the cases need on the GPU; what cannot be compiled is reported when it is measured."""
     import os
     from concurrent.futures import ThreadPoolExecutor
     from contextlib import suppress
 
-    def compile_one(case: Case, kernel: str) -> None:
+    def compile_one(case: AnyCase, kernel: str) -> None:
         arrays = stand_ins(case)
         with suppress(Exception), chosen(kernel, request.tile):
             warmup(case.function, **arrays, **case.options)
@@ -193,5 +195,5 @@ def compile_ahead(cases: list[Case], request: Request) -> None:
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for case in cases:
-            for kernel in request.kernels("gpu"):
+            for kernel in request.kernels("gpu", case):
                 pool.submit(compile_one, case, kernel)

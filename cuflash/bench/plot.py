@@ -23,7 +23,8 @@ def draw(report: Report) -> Figure:
     from matplotlib.figure import Figure
 
     problems = [p for p in report["problems"] if any("tflops" in result for result in p["results"])]
-    plain = [p for p in problems if _is_plain(p)] or problems
+    attention = [p for p in problems if "seqlen_q" in p]
+    plain = [p for p in attention if _is_plain(p)] or attention
     names = columns(problems)
     rows = list(dict.fromkeys((p["dtype"], p["causal"]) for p in plain))
     head_dims = sorted({p["head_dim"] for p in plain})
@@ -200,7 +201,7 @@ def _draw_errors(axes: Axes, problems: list[dict[str, Any]], names: list[str]) -
         style = _style(names, name) | {"linestyle": "none", "alpha": 0.7}
         axes.plot([x for x, _ in points], [y for _, y in points], label=name, **style)
     allowed = {
-        p["dtype"]: r["allowed"] for p in problems for r in p["results"] if "allowed" in r and not p["value_mean"]
+        p["dtype"]: r["allowed"] for p in problems for r in p["results"] if "allowed" in r and not p.get("value_mean")
     }
     for place, (dtype, limit) in enumerate(allowed.items()):
         at = dtypes.index(dtype)

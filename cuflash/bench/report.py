@@ -66,9 +66,10 @@ def block(problem: dict[str, Any]) -> str:
         if "fraction_of_limit" in result:
             limit = "copy" if result["bound"] == "memory" else "matrix product"
             parts.append(f"{result['fraction_of_limit']:.0%} of {limit}")
+            parts.append(f"{1e3 * result['seconds']:.4g} ms")
             parts.append(f"{result['ns_per_token']:.1f} ns/token")
         if "relative_error" in result:
-            ratio = drift_ratio(result) if problem["value_mean"] else None
+            ratio = drift_ratio(result) if problem.get("value_mean") else None
             parts.append(f"MSE {result['mse']:.1e}")
             parts.append(f"relative error {result['relative_error']:.1e}")
             if ratio is not None:
@@ -110,7 +111,7 @@ def _line(problem: dict[str, Any], names: list[str], drift: bool) -> str:
 def table(problems: list[dict[str, Any]]) -> str:
     """Markdown: a line per problem, the speed of each kernel and peer, the fraction of the limit, the error."""
     names = columns(problems)
-    drift = any(problem["value_mean"] for problem in problems)
+    drift = any(problem.get("value_mean") for problem in problems)
     titles = ["problem, TFLOP/s", *names, "of limit", "relative error", *(["error / rounding"] if drift else [])]
     lines = ["| " + " | ".join(titles) + " |", "|---|" + "---:|" * (len(titles) - 1)]
     lines += [_line(problem, names, drift) for problem in problems]
@@ -269,7 +270,7 @@ def summary(report: Report) -> str:
     for kernel in dict.fromkeys(result["kernel"] for _, result in ours):
         mine = [(problem, result) for problem, result in ours if result["kernel"] == kernel]
         # Problems that show drift have few queries; their speed says little.
-        mine = [(problem, result) for problem, result in mine if not problem["value_mean"]] or mine
+        mine = [(problem, result) for problem, result in mine if not problem.get("value_mean")] or mine
         text = f"  {kernel}: {len(mine)} measured, {_spread([r['fraction_of_limit'] for _, r in mine])} of its limit"
         ratios = [r["tflops"] / best for p, r in mine if (best := _best_peer(p)) is not None]
         if ratios:

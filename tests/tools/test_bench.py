@@ -23,9 +23,11 @@ from cuflash.bench import device, measure
 from cuflash.bench import host as bench_host
 from cuflash.bench import overheads as bench_overheads
 from cuflash.bench import report as reports
-from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, make_inputs, visible_pairs
-from cuflash.bench.check import Verdict, check, exact_result, poisoned, sampled_rows
+from cuflash.bench.cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case, visible_pairs
+from cuflash.bench.check import Verdict, check
 from cuflash.bench.device import GpuBackend, NumpyBackend
+from cuflash.bench.exact import exact_result, sampled_rows
+from cuflash.bench.inputs import make_inputs, poisoned, stand_ins
 from cuflash.bench.measure import Request
 from cuflash.bench.sweep import SWEEP
 from cuflash.plan.table import KERNELS
@@ -46,7 +48,8 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def all_cases() -> list[Case]:
-    return [case for group in GROUPS.values() for case in group]
+    """Those of attention."""
+    return [case for group in GROUPS.values() for case in group if isinstance(case, Case)]
 
 
 # What is counted
@@ -90,7 +93,7 @@ def test_work_of_a_case() -> None:
 def test_every_case_is_a_valid_call() -> None:
     for case in all_cases():
         describe: Any = describe_attention if case.head_dim_v else describe_attention_lse
-        problem, _ = describe(**case_table.stand_ins(case), **case.options)
+        problem, _ = describe(**stand_ins(case), **case.options)
         assert (problem.traits.dtype, problem.seqlen_k, problem.traits.head_dim_v) == (
             case.dtype,
             case.seqlen_k,
@@ -120,7 +123,7 @@ def test_names_tell_cases_apart(group: str) -> None:
 def test_default_groups_exist() -> None:
     for groups in DEFAULT_GROUPS.values():
         assert set(groups) <= {*GROUPS, OVERHEADS}
-    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu", "small", SWEEP} == {*GROUPS, OVERHEADS}
+    assert set(DEFAULT_GROUPS["gpu"]) | {"cpu", "small", "gated-cpu", SWEEP} == {*GROUPS, OVERHEADS}
 
 
 @pytest.mark.parametrize("backend", DEFAULT_GROUPS)
@@ -136,10 +139,12 @@ def test_quick_cases_are_few_and_small(backend: str) -> None:
 def test_inputs_repeat_and_have_the_mean_that_is_asked_for() -> None:
     case = SMALL._replace(value_mean=1.0, value_spread=0.1, bias=True, alibi=True, seqlen_k=2000)
     first, second = make_inputs(case, np), make_inputs(case, np)
-    assert all((a == b).all() for a, b in zip(first[1:], second[1:], strict=True))
-    assert abs(first.v.mean() - 1) < 0.01 and abs(first.v.std() - 0.1) < 0.01 and abs(first.k.std() - 1) < 0.02
-    wide = make_inputs(SMALL._replace(dtype="float64"), np)
-    assert (wide.q != wide.q.astype(np.float32)).any(), "float64 arrays must have more bits than float32"
+    assert list(first.arrays) == ["q", "k", "v", "bias", "alibi_slopes"]
+    assert all((x == second.arrays[name]).all() for name, x in first.arrays.items())
+    v, k = first.arrays["v"], first.arrays["k"]
+    assert abs(v.mean() - 1) < 0.01 and abs(v.std() - 0.1) < 0.01 and abs(k.std() - 1) < 0.02
+    q = make_inputs(SMALL._replace(dtype="float64"), np).arrays["q"]
+    assert (q != q.astype(np.float32)).any(), "float64 arrays must have more bits than float32"
 
 
 # The gate
@@ -175,20 +180,21 @@ def test_rows_are_checked_in_parts_that_fit_memory() -> None:
 def test_exact_rows_are_those_of_the_reference(case: Case) -> None:
     inputs = make_inputs(case._replace(dtype="float64"), np)
     function = reference.attention if case.head_dim_v else reference.attention_lse
-    expected = function(*inputs.arrays, **inputs.options)
+    expected = function(**inputs.arguments)
     expected = expected[0] if case.head_dim_v else expected
     exact = exact_result(inputs)
-    compared = np.concatenate([expected[:, :, some] for some in sampled_rows(case)], axis=2)
-    np.testing.assert_allclose(exact.values, compared, rtol=1e-12, atol=1e-15)
+    assert [part.place[2] for part in exact.parts] == sampled_rows(case)
+    for part in exact.parts:
+        np.testing.assert_allclose(part.values, expected[part.place], rtol=1e-12, atol=1e-15)
 
 
 def result_of(case: Case) -> tuple[Any, np.ndarray]:
     inputs = make_inputs(case, np)
-    return inputs, case.function(*inputs.arrays, **inputs.options)
+    return inputs, case.function(**inputs.arguments)
 
 
 def verdict_on(inputs: Any, out: Any, xp: Any = np) -> Verdict:
-    return check(exact_result(inputs), out, xp)
+    return check(exact_result(inputs), {"out": out}, xp)
 
 
 @pytest.mark.parametrize("dtype", bench.FLOAT_NAMES)
@@ -207,7 +213,7 @@ def test_gate_lets_right_results_pass(dtype: str) -> None:
 def test_an_lse_is_measured_as_any_result() -> None:
     case = SMALL._replace(dtype="float16", head_dim_v=0)
     inputs, lse = result_of(case)
-    assert inputs.v is None and lse.shape == case.shape_out and lse.dtype == case.dtype_out == "float32"
+    assert "v" not in inputs.arrays and lse.shape == case.shape_out and lse.dtype == case.dtype_out == "float32"
     assert not verdict_on(inputs, lse + np.float32(1e-4)).good
     assert case.flops == SMALL.flops * case.head_dim // (SMALL.head_dim + SMALL.head_dim_v)
     problem = measure.measure(
@@ -262,8 +268,8 @@ def test_drift_is_measured_in_units_of_rounding() -> None:
     assert not verdict.good and verdict.relative_error < measure.PEER_ERROR
 
 
-def spoiled_compute(inputs: Any, out: Any) -> None:
-    out[...] = cuflash.attention(inputs.q, inputs.k, inputs.v, **inputs.options) * np.float32(1.001)
+def spoiled_compute(inputs: Any, results: Any) -> None:
+    results["out"][...] = cuflash.attention(**inputs.arguments) * np.float32(1.001)
 
 
 def test_wrong_results_have_no_speed(
@@ -286,7 +292,7 @@ def test_wrong_results_have_no_speed(
 
 
 def test_nan_is_wrong_and_json_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(measure, "compute", lambda inputs, out: None)
+    monkeypatch.setattr(measure, "compute", lambda inputs, results: None)
     stored = tmp_path / "bench.json"
     assert bench.main([*SMALL_OPTIONS, "--peers", "none", "--json", str(stored)]) == 1
     assert "NaN" not in stored.read_text() and "not finite" in stored.read_text()
@@ -297,10 +303,10 @@ def test_failure_of_one_problem_leaves_the_others(
 ) -> None:
     right = measure.compute
 
-    def fails_for_one(inputs: Any, out: Any) -> None:
+    def fails_for_one(inputs: Any, results: Any) -> None:
         if inputs.case.seqlen_q == 41:
             raise MemoryError("no more")
-        right(inputs, out)
+        right(inputs, results)
 
     monkeypatch.setattr(measure, "compute", fails_for_one)
     cases = [SMALL, SMALL._replace(seqlen_q=41), SMALL._replace(seqlen_q=42)]
@@ -445,8 +451,8 @@ def test_gpu_backend_asks_cupy_for_time_and_names(monkeypatch: pytest.MonkeyPatc
 
 
 def test_every_row_of_the_table_can_be_asked_for() -> None:
-    assert Request("all").kernels("gpu") == [spec.name for spec in KERNELS]
-    assert Request("all").kernels("numpy") == ["cpu"] and Request().kernels("gpu") == [""]
+    assert Request("all").kernels("gpu", SMALL) == [spec.name for spec in KERNELS]
+    assert Request("all").kernels("numpy", SMALL) == ["cpu"] and Request().kernels("gpu", SMALL) == [""]
 
 
 @pytest.mark.parametrize("pinned", [["--kernel", KERNELS[-1].name], ["--tile", "64x64"]])
@@ -463,9 +469,9 @@ def test_peer_is_measured_beside_the_kernel(tmp_path: Path, capsys: pytest.Captu
         "import cuflash\n"
         "def peers(backend):\n"
         "    def right(inputs):\n"
-        "        return lambda: cuflash.attention(inputs.q, inputs.k, inputs.v, **inputs.options)\n"
+        "        return lambda: cuflash.attention(**inputs.arguments)\n"
         "    def wrong(inputs):\n"
-        "        return lambda: inputs.q\n"
+        "        return lambda: inputs.arrays['q']\n"
         "    def unfit(inputs):\n"
         "        raise RuntimeError(f'not on {backend}\\nfor many reasons')\n"
         "    return {'right': right, 'wrong': wrong, 'unfit': unfit}\n"
@@ -484,7 +490,7 @@ def test_peer_is_measured_beside_the_kernel(tmp_path: Path, capsys: pytest.Captu
 
 def test_peers_of_the_repository_are_measured_where_they_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     found = bench.load_peers(PEERS, "numpy")
-    assert "naive NumPy" in found.table and found.small_calls is not None and found.versions is not None
+    assert "naive NumPy" in found.attention and found.small_calls is not None and found.versions is not None
     assert bench.load_peers(None, "numpy") == bench.load_peers("none", "numpy") == bench.Peers({})
     assert bench.main([*SMALL_OPTIONS]) == 0
     assert "naive" not in capsys.readouterr().out
@@ -517,7 +523,7 @@ PEER_CASES = [
 def test_peers_compute_attention(case: Case) -> None:
     """Or refuse: what they return is right."""
     inputs = make_inputs(case, np)
-    for name, prepare in bench.load_peers(PEERS, "numpy").table.items():
+    for name, prepare in bench.load_peers(PEERS, "numpy").attention.items():
         try:
             out = prepare(inputs)()
         except (NotImplementedError, TypeError):
@@ -656,10 +662,10 @@ def test_quick_run_stops_beginning_problems(
 
 
 def test_run_that_is_stopped_leaves_what_it_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stopped(inputs: Any, out: Any) -> None:
+    def stopped(inputs: Any, results: Any) -> None:
         if inputs.case.seqlen_q == 41:
             raise KeyboardInterrupt
-        cuflash.attention(inputs.q, inputs.k, inputs.v, out=out, **inputs.options)
+        cuflash.attention(**inputs.arguments, **results)
 
     monkeypatch.setattr(measure, "compute", stopped)
     stored = tmp_path / "bench.json"
@@ -749,7 +755,7 @@ def test_gpu_gate(dtype: str) -> None:
     inputs = make_inputs(case, cupy)
     out = poisoned(case.shape_out, dtype, cupy)
     assert not verdict_on(inputs, out, cupy).good
-    measure.compute(inputs, out)
+    measure.compute(inputs, {"out": out})
     assert verdict_on(inputs, out, cupy).good
     spoiled = (out.astype(np.float64) * 1.01).astype(out.dtype)
     assert not verdict_on(inputs, spoiled, cupy).good

@@ -13,8 +13,10 @@ import pytest
 
 import cuflash
 from cuflash.bench import command as bench
-from cuflash.bench.cases import GROUPS, Case, Inputs, make_inputs
-from cuflash.bench.check import check, exact_result
+from cuflash.bench.cases import GROUPS, Case
+from cuflash.bench.check import check
+from cuflash.bench.exact import exact_result
+from cuflash.bench.inputs import Inputs, make_inputs
 from cuflash.problem.arrays import DTYPES
 
 PEERS = str(Path(cuflash.__file__).resolve().parents[1] / "benchmarks" / "peers.py")
@@ -30,6 +32,11 @@ class FakeArray(np.ndarray):
     @property
     def data(self) -> Any:
         return SimpleNamespace(ptr=self.ctypes.data)
+
+
+def on_gpu(inputs: Inputs) -> Inputs:
+    """The same, as if the arrays were CuPy's."""
+    return inputs._replace(arrays={name: x.view(FakeArray) for name, x in inputs.arrays.items()})
 
 
 class Tensor:
@@ -129,7 +136,7 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Inputs], Callable[[], An
     monkeypatch.setitem(sys.modules, "torch", None)
     found = bench.load_peers(PEERS, "gpu")
     assert found.versions is not None and found.versions()["cuDNN"] == "9.20.0"
-    return found.table["cuDNN"]
+    return found.attention["cuDNN"]
 
 
 @pytest.mark.parametrize(
@@ -148,9 +155,8 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Callable[[Inputs], Callable[[], An
     ids=lambda case: case.name,
 )
 def test_cudnn_is_asked_for_the_problem(case: Case, cudnn: Callable[[Inputs], Callable[[], Any]]) -> None:
-    arrays = make_inputs(case, np)
-    inputs = Inputs(case, *(None if x is None else x.view(FakeArray) for x in arrays[1:]))
-    verdict = check(exact_result(arrays), np.asarray(cudnn(inputs)()), np)
+    inputs = make_inputs(case, np)
+    verdict = check(exact_result(inputs), {"out": np.asarray(cudnn(on_gpu(inputs))())}, np)
     assert verdict.good, str(verdict)
 
 
@@ -163,18 +169,18 @@ def test_cudnn_is_asked_for_the_problem(case: Case, cudnn: Callable[[Inputs], Ca
     ],
 )
 def test_cudnn_refuses_with_a_reason(case: Case, reason: str, cudnn: Callable[[Inputs], Callable[[], Any]]) -> None:
-    arrays = make_inputs(case, np)
+    inputs = on_gpu(make_inputs(case, np))
     with pytest.raises((NotImplementedError, ValueError), match=reason):
-        cudnn(Inputs(case, *(None if x is None else x.view(FakeArray) for x in arrays[1:])))
+        cudnn(inputs)
 
 
 def test_slopes_of_the_table_are_those_of_cudnn() -> None:
     """Which takes no others."""
-    cases = [case for group in GROUPS.values() for case in group if case.alibi]
+    cases = [case for group in GROUPS.values() for case in group if isinstance(case, Case) and case.alibi]
     assert cases and all(case.heads & (case.heads - 1) == 0 for case in cases)
 
 
 def test_cudnn_is_left_out_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert "cuDNN" not in bench.load_peers(PEERS, "gpu").table
+    assert "cuDNN" not in bench.load_peers(PEERS, "gpu").attention

@@ -145,7 +145,7 @@ def test_peers_that_refuse_and_that_overflow(small: None) -> None:
         raise NotImplementedError("only on Sundays")
 
     def overflows(inputs: Any) -> Any:
-        return lambda: np.full(inputs.case.shape_out, np.inf, inputs.q.dtype)
+        return lambda: np.full(inputs.case.shape_out, np.inf, inputs.arrays["q"].dtype)
 
     report = measured(refuses=refuses, overflows=overflows)
     assert bench.status(report) == 0
@@ -256,8 +256,8 @@ def test_plot_of_the_sweep(tmp_path: Path) -> None:
 def test_peers_are_chosen_by_words(tmp_path: Path) -> None:
     peers = tmp_path / "mine.py"
     peers.write_text("def peers(backend):\n    return {'naive CuPy': 1, 'torch flash': 2, 'torch math': 3}\n")
-    assert list(bench.load_peers(str(peers), "gpu", ["naive", "math"]).table) == ["naive CuPy", "torch math"]
-    assert len(bench.load_peers(str(peers), "gpu").table) == 3
+    assert list(bench.load_peers(str(peers), "gpu", ["naive", "math"]).attention) == ["naive CuPy", "torch math"]
+    assert len(bench.load_peers(str(peers), "gpu").attention) == 3
 
 
 def test_steps_of_the_gpu_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
