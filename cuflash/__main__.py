@@ -3,49 +3,55 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from . import __version__
-from .dense import attention
 from .doctor import doctor
-from .explain import explain
+from .explain import FUNCTIONS, explain
+from .lse import attention_lse
 from .options import options
-from .plan.gated import GATED_KERNELS
-from .plan.table import KERNELS
+from .plan.gated import GATED_KERNELS, GatedSpec
+from .plan.table import KERNELS, KernelSpec
 from .problem.arrays import DTYPES, FLOAT_NAMES
 from .problem.describe_gated import MAX_GATED_HEAD_DIM
-from .varlen import attention_varlen
 
 
 class _Array(NamedTuple):
     """A stand-in for an array; without a dtype or a shape until the rest of the call is known."""
 
-    shape: tuple[int, ...] | None
+    shape: Any
+    """A tuple of ints, or None."""
     dtype: np.dtype | None
+
+
+_NOT_GIVEN = _Array(None, None)
 
 
 def _kernels() -> int:
     """List the tables of kernels."""
     for spec in KERNELS:
-        print(f"{spec.name}: {spec.summary}")
-        print(f"  operations  {', '.join(spec.operations)}")
-        print(f"  dtypes      {', '.join(spec.dtypes)}")
-        print(f"  head_dim    1 to {spec.max_head_dim}")
-        print(f"  features    {', '.join(sorted(spec.features))}")
-        only = ", ".join(str(capability / 10) for capability in spec.capabilities)
-        print(f"  GPUs        compute capability {only or f'{spec.min_compute_capability / 10} and newer'}")
+        _print_row(spec, spec.max_head_dim, spec.features)
     for gated in GATED_KERNELS:
-        print(f"{gated.name}: {gated.summary}")
-        print(f"  operations  {', '.join(gated.operations)}")
-        print(f"  dtypes      {', '.join(gated.dtypes)}")
-        print(f"  head_dim    1 to {MAX_GATED_HEAD_DIM}")
-        print(f"  GPUs        compute capability {gated.min_compute_capability / 10} and newer")
+        _print_row(gated, MAX_GATED_HEAD_DIM, ())
     print("cpu: NumPy arrays, every feature")
     return 0
+
+
+def _print_row(spec: KernelSpec | GatedSpec, max_head_dim: int, features: Iterable[str]) -> None:
+    print(f"{spec.name}: {spec.summary}")
+    print(f"  operations  {', '.join(spec.operations)}")
+    print(f"  dtypes      {', '.join(spec.dtypes)}")
+    print(f"  head_dim    1 to {max_head_dim}")
+    if features:
+        print(f"  features    {', '.join(sorted(features))}")
+    only = ", ".join(str(capability / 10) for capability in spec.capabilities)
+    print(f"  GPUs        compute capability {only or f'{spec.min_compute_capability / 10} and newer'}")
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -60,6 +66,14 @@ def _array(text: str) -> _Array:
     if dtype and dtype not in DTYPES:
         raise argparse.ArgumentTypeError(f"invalid dtype {dtype!r}, expected one of {', '.join(DTYPES)}")
     return _Array(_shape(shape) if shape else None, DTYPES[dtype] if dtype else None)
+
+
+def _array_of_shape(text: str) -> _Array:
+    return _Array(_shape(text), None)
+
+
+_ARRAY: dict[str, Any] = {"type": _array, "nargs": "?", "const": _NOT_GIVEN, "metavar": "SHAPE[:DTYPE]"}
+"""How an option is read that may have the usual shape and dtype."""
 
 
 def _query_offset(text: str) -> int | _Array:
@@ -83,43 +97,69 @@ def _compute_capability(text: str) -> int:
     return int(text.replace(".", ""))
 
 
-def _completed(call: dict[str, Any]) -> dict[str, Any]:
-    """Give stand-ins the shapes and dtypes that the command line leaves to q, k and v."""
-    q, k, v = (call[name] for name in "qkv")
+def _like_attention(call: dict[str, Any], q: _Array, k: _Array, v: _Array) -> dict[str, _Array]:
+    """Stand-ins of the shapes and dtypes that arrays of attention usually have, by argument name; v are values."""
     num_heads_q = q.shape[-2 if "cu_seqlens_q" in call else -3] if len(q.shape) > 2 else 1
-    scores = (*q.shape[-2:-1], *k.shape[-2:-1])
     out_dtype = DTYPES[call["out_dtype"]] if "out_dtype" in call else q.dtype
     integers, floats = DTYPES["int32"], DTYPES["float32"]
-    usual = {
-        "bias": _Array(scores, q.dtype),
-        "mask": _Array(scores, DTYPES["bool"]),
+    lse = _Array(q.shape[:-1], q.dtype if q.dtype == np.float64 else floats)
+    return {
+        "bias": _Array((*q.shape[-2:-1], *k.shape[-2:-1]), q.dtype),
+        "mask": _Array((*q.shape[-2:-1], *k.shape[-2:-1]), DTYPES["bool"]),
         "alibi_slopes": _Array((num_heads_q,), floats),
         "sinks": _Array((num_heads_q,), floats),
         "query_offset": _Array((), integers),
         "cu_seqlens_q": _Array((2,), integers),
         "cu_seqlens_k": _Array((2,), integers),
         "out": _Array((*q.shape[:-1], v.shape[-1]), out_dtype),
-        "lse": _Array(q.shape[:-1], q.dtype if q.dtype == np.float64 else floats),
+        "lse": lse,
         "workspace": _Array((0,), DTYPES["uint8"]),
     }
+
+
+def _like_gated(call: dict[str, Any], q: _Array, k: _Array, v: _Array) -> dict[str, _Array]:
+    """The same of the gated delta rule, with as many chunks as there may be."""
+    wide = q.dtype if q.dtype == np.float64 else DTYPES["float32"]
+    boundaries = call["cu_seqlens"].shape or (2,) if "cu_seqlens" in call else None
+    num_sequences = boundaries[0] - 1 if boundaries else q.shape[0]
+    state = (*v.shape[-2:-1], *k.shape[-1:], *v.shape[-1:])
+    num_chunks = q.shape[0] // max(call.get("chunk_size", 64), 1) + num_sequences
+    return {
+        **dict.fromkeys(("log_g", "log_g_cumsum", "beta"), _Array(v.shape[:-1], wide)),
+        **dict.fromkeys(("state", "initial_state"), _Array((num_sequences, *state), wide)),
+        "h": _Array((num_chunks, *state), q.dtype),
+        "cu_seqlens": _Array((2,), DTYPES["int32"]),
+        "out": v,
+    }
+
+
+def _completed(function: Callable[..., Any], call: dict[str, Any], dtype: np.dtype) -> dict[str, Any]:
+    """Add the arrays that the function needs, and give all the shapes and dtypes that the command line leaves out."""
+    parameters = inspect.signature(function).parameters.values()
+    call = {parameter.name: _NOT_GIVEN for parameter in parameters if parameter.default is parameter.empty} | call
+    before: _Array = call["q"]
+    for name in ("q", "k", "v", "v_new"):
+        if name in call:
+            shape = call[name].shape
+            before = call[name] = _Array(before.shape if shape is None else shape, dtype)
+    usual = (_like_gated if "gated" in function.__name__ else _like_attention)(call, call["q"], call["k"], before)
+    if function is attention_lse:
+        usual["out"] = usual["lse"]
     given = {name: x for name, x in call.items() if name in usual and isinstance(x, _Array)}
-    for name, (shape, dtype) in given.items():
+    for name, (shape, own_dtype) in given.items():
         like = usual[name]
-        call[name] = _Array(like.shape if shape is None else shape, like.dtype if dtype is None else dtype)
+        call[name] = _Array(like.shape if shape is None else shape, like.dtype if own_dtype is None else own_dtype)
     return call
 
 
 def _explain(arguments: dict[str, Any]) -> int:
     device, kernel, tile, source = (arguments.pop(name) for name in ("device", "kernel", "tile", "source"))
-    dtype = DTYPES[arguments.pop("dtype")]
+    name, dtype = arguments.pop("function"), DTYPES[arguments.pop("dtype")]
     call = {name: x for name, x in arguments.items() if x is not None}
-    shapes = {"q": call.pop("q")}
-    shapes["k"] = call.pop("k", shapes["q"])
-    shapes["v"] = call.pop("v", shapes["k"])
-    call = _completed({**{name: _Array(shape, dtype) for name, shape in shapes.items()}, **call})
+    function = FUNCTIONS[name or ("attention_varlen" if "cu_seqlens_q" in call else "attention")]
     try:
         with options(kernel=kernel, tile=tile):
-            explanation = explain(attention_varlen if "cu_seqlens_q" in call else attention, device=device, **call)
+            explanation = explain(function, device=device, **_completed(function, call, dtype))
     except (TypeError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -130,46 +170,56 @@ def _explain(arguments: dict[str, Any]) -> int:
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    """Add what `explain` takes: every argument of `attention` and `attention_varlen` by its name."""
+    """Add what `explain` takes: every argument of every function by its name."""
     add = parser.add_argument
-    add("--q", type=_shape, required=True, metavar="B,H,N,D", help="shape of q")
-    add("--k", type=_shape, metavar="B,H,N,D", help="shape of k (default: that of q)")
-    add("--v", type=_shape, metavar="B,H,N,D", help="shape of v (default: that of k)")
+    usual = "default: attention, or attention_varlen with --cu-seqlens-q"
+    add("function", nargs="?", choices=FUNCTIONS, metavar="FUNCTION", help=f"{', '.join(FUNCTIONS)}; {usual}")
+    add("--q", type=_array_of_shape, required=True, metavar="B,H,N,D", help="shape of q, as the function has it")
+    add("--k", type=_array_of_shape, metavar="B,H,N,D", help="shape of k (default: that of q)")
+    add("--v", type=_array_of_shape, metavar="B,H,N,D", help="shape of v (default: that of k)")
     add("--dtype", choices=FLOAT_NAMES, default="float16", help="of q, k and v (default: float16)")
+    add("--scale", type=float, help="default: D ** -0.5")
+    add("--out", **_ARRAY, help="given by the caller")
+    _add_attention(parser.add_argument_group("attention").add_argument)
+    _add_gated(parser.add_argument_group("the gated delta rule").add_argument)
+    device = "compute capability to plan for, such as 90 or 9.0 (default: this machine)"
+    add("--device", type=_compute_capability, metavar="CC", help=device)
+    add("--kernel", help="insist on a kernel, as cuflash.options does")
+    add("--tile", help="insist on a tile, such as 64x64")
+    add("--source", action="store_true", help="also print the generated kernel source")
+
+
+def _add_attention(add: Callable[..., Any]) -> None:
     aligned = "which keys are lined up with the queries (default: bottom_right, the last ones)"
     add("--causal", nargs="?", const=True, choices=("bottom_right", "top_left"), help=aligned)
     window = "keys left and right of a query; 'none' leaves a side open"
     add("--window", type=_window, metavar="LEFT,RIGHT", help=window)
     offset = "key position of query 0: an int, or an array, such as 4,1:int32"
     add("--query-offset", type=_query_offset, metavar="INT|SHAPE:DTYPE", help=offset)
-    add("--scale", type=float, help="default: D ** -0.5")
     for name, usual in (("bias", "Nq,Nk"), ("mask", "Nq,Nk"), ("alibi-slopes", "Hq"), ("sinks", "Hq")):
-        shape = f"its shape (default: {usual}), and its dtype if it is not the usual one"
-        add(f"--{name}", type=_array, nargs="?", const=_Array(None, None), metavar="SHAPE[:DTYPE]", help=shape)
+        add(f"--{name}", **_ARRAY, help=f"its shape (default: {usual}), and its dtype if it is not the usual one")
     add("--softcap", type=float)
     add("--precision", choices=("ieee", "tf32"))
     add("--return-lse", action="store_true", default=None)
     add("--out-dtype", choices=FLOAT_NAMES)
-    for name in ("out", "lse"):
-        add(
-            f"--{name}",
-            type=_array,
-            nargs="?",
-            const=_Array(None, None),
-            metavar="SHAPE[:DTYPE]",
-            help="given by the caller",
-        )
+    add("--lse", **_ARRAY, help="given by the caller")
     add("--workspace", type=_array, metavar="BYTES", help="given by the caller")
-    packed = "packed sequences: its shape, B + 1; this makes it a call of attention_varlen"
-    add("--cu-seqlens-q", type=_array, metavar="SHAPE[:DTYPE]", help=packed)
+    add("--cu-seqlens-q", type=_array, metavar="SHAPE[:DTYPE]", help="packed sequences: its shape, B + 1")
     add("--cu-seqlens-k", type=_array, metavar="SHAPE[:DTYPE]", help="likewise (default: that of the queries)")
     add("--max-seqlen-q", type=int, metavar="N")
     add("--max-seqlen-k", type=int, metavar="N")
-    device = "compute capability to plan for, such as 90 or 9.0 (default: this machine)"
-    add("--device", type=_compute_capability, metavar="CC", help=device)
-    add("--kernel", help="insist on a kernel, as cuflash.options does")
-    add("--tile", help="insist on a tile, such as 64x64")
-    add("--source", action="store_true", help="also print the generated kernel source")
+
+
+def _add_gated(add: Callable[..., Any]) -> None:
+    add("--v-new", type=_array_of_shape, metavar="T,H,V", help="shape of v_new (default: that of k)")
+    for name in ("log-g", "beta", "log-g-cumsum"):
+        add(f"--{name}", **_ARRAY, help="default: the shape of v without features, float32")
+    for name in ("state", "initial-state"):
+        add(f"--{name}", **_ARRAY, help="default: N,Hv,K,V and float32")
+    add("--h", **_ARRAY, help="default: as many chunks as there may be,Hv,K,V and the dtype of q")
+    add("--cu-seqlens", type=_array, metavar="SHAPE[:DTYPE]", help="packed sequences: its shape, N + 1")
+    add("--output-final-state", action="store_true", default=None)
+    add("--chunk-size", type=int, metavar="N")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -41,8 +41,9 @@ _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     chunk_gated_output: describe_chunk_gated_output,
     recurrent_gated_delta_rule: describe_recurrent_gated_delta_rule,
 }
-_NAMES = [function.__name__ for function in _DESCRIBE]
-_FUNCTIONS = f"cuflash.{', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
+FUNCTIONS = {function.__name__: function for function in _DESCRIBE}
+"""What can be explained, by its name."""
+_LISTED = " or ".join(", ".join(FUNCTIONS).rsplit(", ", 1))
 _GATED_ARRAYS = ("v_new", "h", "log_g_cumsum", "cu_seqlens", "log_g", "beta", "initial_state", "state")
 _ARRAYS = (*ARRAYS, "workspace", *_GATED_ARRAYS)
 
@@ -148,7 +149,7 @@ def _describe(
     if describe is None:
         got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
         raise TypeError(
-            f"function is {got}, expected {_FUNCTIONS}, before the arguments of the call: "
+            f"function is {got}, expected cuflash.{_LISTED}, before the arguments of the call: "
             f"{caller}(cuflash.attention, q, k, v, ...)"
         )
     if capability is not None and (

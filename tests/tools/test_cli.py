@@ -14,6 +14,7 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as cli
+from cuflash.explain import FUNCTIONS
 from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
@@ -58,6 +59,8 @@ def test_kernels() -> None:
         assert ", ".join(spec.dtypes) in done.stdout and f"1 to {spec.max_head_dim}" in done.stdout
     for gated in GATED_KERNELS:
         assert f"{gated.name}: {gated.summary}\n  operations  {', '.join(gated.operations)}\n" in done.stdout
+        row = done.stdout.partition(f"{gated.name}: ")[2].partition("GPUs  ")[2].splitlines()[0]
+        assert row.endswith(" and newer") == (not gated.capabilities), row
     assert "cpu: NumPy arrays, every feature\n" in done.stdout
 
 
@@ -182,14 +185,73 @@ def test_explain_of_packed_sequences(
     assert problem == wanted and text.startswith("attention_varlen float16, batch 3, heads 4/4, 9 x 9")
 
 
+def floats(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
+
+
+HALF = np.dtype(np.float16)
+TOKENS = ["--q", "2,5,2,8", "--v", "2,5,4,6"]
+PACKED = ["--q", "1,9,2,8", "--v", "1,9,4,6"]
+OUTPUT = ["--q", "150,2,8", "--v-new", "150,4,6"]
+OF_TOKENS: dict[str, Any] = {"log_g": floats(2, 5, 4), "beta": floats(2, 5, 4)}
+OF_PACKED: dict[str, Any] = {"log_g": floats(1, 9, 4), "beta": floats(1, 9, 4), "cu_seqlens": np.zeros(4, np.int32)}
+OF_CHUNKS: dict[str, Any] = {
+    "h": np.zeros((3, 4, 8, 6), HALF), "log_g_cumsum": floats(150, 4), "cu_seqlens": np.zeros(2, np.int32)
+}  # fmt: skip
+LSE, CHUNKS = "attention_lse", "chunk_gated_delta_rule"
+RECURRENT, STATE = "recurrent_gated_delta_rule", floats(2, 4, 8, 6)
+OTHER_FUNCTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
+    (LSE, ["--q", "2,4,5,8", "--k", "2,2,7,8"], {"k": (2, 2, 7, 8)}),
+    (LSE, ["--q", "2,4,5,8", "--out", "--sinks"], {"out": floats(2, 4, 5), "sinks": floats(4)}),
+    ("attention_varlen", ["--q", "9,4,8"], {"v": (9, 4, 8), "cu_seqlens_q": np.zeros(2, np.int32)}),
+    (CHUNKS, TOKENS, OF_TOKENS),
+    (CHUNKS, [*TOKENS, "--beta", ":float16"], OF_TOKENS | {"beta": np.zeros((2, 5, 4), HALF)}),
+    (CHUNKS, [*TOKENS, "--log-g", "2,5,4:float64"], OF_TOKENS | {"log_g": np.zeros((2, 5, 4))}),
+    (CHUNKS, [*TOKENS, "--chunk-size", "32", "--scale", "2"], OF_TOKENS | {"chunk_size": 32, "scale": 2}),
+    (CHUNKS, [*TOKENS, "--initial-state"], OF_TOKENS | {"initial_state": STATE}),
+    (CHUNKS, [*TOKENS, "--output-final-state"], OF_TOKENS | {"output_final_state": True}),
+    (CHUNKS, [*TOKENS, "--out"], OF_TOKENS | {"out": np.zeros((2, 5, 4, 6), HALF)}),
+    (CHUNKS, [*PACKED, "--cu-seqlens", "4"], OF_PACKED),
+    (CHUNKS, [*PACKED, "--cu-seqlens", "4", "--initial-state"], OF_PACKED | {"initial_state": floats(3, 4, 8, 6)}),
+    (RECURRENT, TOKENS, OF_TOKENS | {"state": STATE}),
+    (RECURRENT, [*TOKENS, "--state", "2,4,8,6"], OF_TOKENS | {"state": STATE}),
+    ("chunk_gated_output", OUTPUT, OF_CHUNKS | {"h": np.zeros((3, 4, 8, 6), HALF)}),
+    (
+        "chunk_gated_output",
+        [*OUTPUT, "--cu-seqlens", "3:int64", "--chunk-size", "16", "--log-g-cumsum", ":float16", "--h", "20,4,8,6"],
+        {
+            "h": np.zeros((20, 4, 8, 6), HALF), "log_g_cumsum": np.zeros((150, 4), HALF),
+            "cu_seqlens": np.zeros(3, np.int64), "chunk_size": 16,
+        },
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"), OTHER_FUNCTIONS, ids=[f"{name} {' '.join(a)}" for name, a, _ in OTHER_FUNCTIONS]
+)
+def test_explain_of_a_function_that_is_named(
+    name: str, arguments: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = {a.removeprefix("--").replace("-", "_"): b for a, b in zip(arguments[::2], arguments[1::2], strict=False)}
+    given = {x: tuple(map(int, shapes[x].split(","))) for x in ("q", "k", "v", "v_new") if x in shapes}
+    given.setdefault("k", given["q"])
+    arrays = {x: np.zeros(shape, HALF) for x, shape in given.items()}
+    wanted = {x: np.zeros(value, HALF) if isinstance(value, tuple) else value for x, value in expected.items()}
+    text, problem = described(capsys, name, *arguments)
+    assert text.startswith(f"{name} float16, ")
+    assert problem == cuflash.explain(getattr(cuflash, name), **{**arrays, **wanted}, device=80).problem
+
+
+def test_gates_and_states_of_float64_are_as_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    _, problem = described(capsys, RECURRENT, *TOKENS, "--dtype", "float64")
+    assert (problem.traits.gate_dtype, problem.traits.state_dtype) == ("float64", "float64")
+
+
 def test_no_option_is_missing() -> None:
-    parameters = {
-        name
-        for function in (cuflash.attention, cuflash.attention_varlen)
-        for name in inspect.signature(function).parameters
-    }
-    tested = {name for name, *_ in EVERY_OPTION + VARLEN_OPTIONS}
-    assert tested | {"q", "k", "v", "cu_seqlens_q"} == parameters
+    parameters = {name for function in FUNCTIONS.values() for name in inspect.signature(function).parameters}
+    tested = {name for name, *_ in EVERY_OPTION + VARLEN_OPTIONS} | {name for *_, x in OTHER_FUNCTIONS for name in x}
+    assert tested | {"q", "k", "v_new"} == parameters
 
 
 def test_explain_insists_on_kernel_and_tile(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,6 +298,12 @@ def test_numpy_arrays_have_no_source() -> None:
             ["--q", "2,5,8", "--causal", "top_left", "--query-offset", "2:int32"],
             "ValueError: causal='top_left' names a query offset, so query_offset must be None, got an array of shape",
         ),
+        ([CHUNKS, "--q", "5"], "ValueError: q has shape (5,), expected (batch, tokens, heads, feature)"),
+        ([CHUNKS, "--q", "1,5,2,8", "--v", "1,5,3,8"], "ValueError: v has 3 heads"),
+        ([CHUNKS, "--q", "1,5,2,8", "--causal"], "TypeError: got an unexpected keyword argument 'causal'"),
+        ([RECURRENT, "--q", "1,5,2,8", "--chunk-size", "64"], "TypeError: got an unexpected keyword argument 'chunk_"),
+        (["chunk_gated_output", "--q", "5,2,8", "--chunk-size", "0"], "ValueError: chunk_size is 0, expected 16, 32"),
+        ([LSE, "--q", "2,5,8", "--v", "2,5,8"], "TypeError: attention_lse() got an unexpected keyword argument 'v'"),
         (["--q", "2,5,8", "--device", "9"], "ValueError: device is 9, expected a compute capability"),
     ],
 )
@@ -253,6 +321,7 @@ def test_calls_that_cannot_be(arguments: list[str], message: str, capsys: pytest
         (["doctor", "--loud"], "unrecognized arguments: --loud"),
         (["kernels", "fast"], "unrecognized arguments: fast"),
         (["explain"], "required: --q"),
+        (["explain", "softmax", "--q", "5,8"], "argument FUNCTION: invalid choice: 'softmax'"),
         (["explain", "--q", "a,b"], "argument --q: invalid"),
         (["explain", "--q", "5,8", "--window", "3,open"], "argument --window: invalid"),
         (["explain", "--q", "5,8", "--query-offset", "1.5"], "argument --query-offset: invalid offset '1.5'"),
