@@ -3,34 +3,59 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 from ..cupy_cache import import_cupy
-from ..plan.plan import Program, make_plan
+from ..plan.gated import GatedPlan, make_gated_plan
+from ..plan.plan import Plan, Program, make_plan
 from ..plan.table import Device
-from ..problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
+from ..problem.arrays import FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from ..problem.describe import describe_attention
+from ..problem.describe_gated import describe_chunk_gated_delta_rule, describe_recurrent_gated_delta_rule
 from ..settings import AUTOMATIC
 from .compile import compile_core
 
 CORE_HEAD_DIMS = (64, 128)
+CORE_GATED_HEAD_DIM = 128
 
 
 def core_programs(device: Device) -> list[Program]:
-    """Programs of the core rows: dense forward, every dtype, head_dim 64 and 128, contiguous arrays of a usual size.
+    """Programs of the core rows, and of what makes chunks, keys and values ready for them, each once.
 
-    Also what makes keys and values ready for them.
+    Of attention that is the dense forward, in every dtype, with head_dim 64 and 128; of the gated delta rule prompts
+    and steps in 16 bits with head_dim 128. Arrays are contiguous and of a usual size.
     """
+    plans: list[Plan | GatedPlan] = [*_attention_plans(device), *_gated_plans(device)]
     programs = []
+    for plan in plans:
+        programs.append(plan.program)
+        if plan.preparation is not None:
+            programs.append(plan.preparation.program)
+    return list(dict.fromkeys(programs))
+
+
+def _attention_plans(device: Device) -> Iterator[Plan]:
     for dtype in FLOAT_NAMES:
         for head_dim in CORE_HEAD_DIMS:
-            shape = (4, 16, 1024, head_dim)
-            x = ArrayInfo(None, shape, contiguous_strides(shape, DTYPES[dtype].itemsize), dtype, 0, 0, True)
+            x = _stand_in((4, 16, 1024, head_dim), dtype)
             problem, _ = describe_attention(x, x, x)
-            plan = make_plan(problem, device, AUTOMATIC)
-            programs.append(plan.program)
-            if plan.preparation is not None:
-                programs.append(plan.preparation.program)
-    return programs
+            yield make_plan(problem, device, AUTOMATIC)
+
+
+def _gated_plans(device: Device) -> Iterator[GatedPlan]:
+    head_dim = CORE_GATED_HEAD_DIM
+    state = _stand_in((4, 16, head_dim, head_dim), "float32")
+    for dtype in ("float16", "bfloat16"):
+        tokens, token = (_stand_in((4, seqlen, 16, head_dim), dtype) for seqlen in (4096, 1))
+        gates, gate = (_stand_in(x.shape[:-1], "float32") for x in (tokens, token))
+        prompt, _ = describe_chunk_gated_delta_rule(tokens, tokens, tokens, gates, gates)
+        step, _ = describe_recurrent_gated_delta_rule(token, token, token, gate, gate, state)
+        yield make_gated_plan(prompt, device, AUTOMATIC)
+        yield make_gated_plan(step, device, AUTOMATIC)
+
+
+def _stand_in(shape: tuple[int, ...], dtype: str) -> ArrayInfo:
+    return ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[dtype]), dtype, 0, 0, True)
 
 
 def compile_core_kernels() -> None:

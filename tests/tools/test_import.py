@@ -13,6 +13,14 @@ from typing import Any
 import pytest
 
 import cuflash
+from cuflash.gpu.core import core_programs
+from cuflash.plan.gated import make_gated_plan
+from cuflash.plan.plan import Program, make_plan
+from cuflash.plan.table import device_of
+from cuflash.problem.arrays import FLOAT_NAMES, stand_in
+from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe_gated import describe_chunk_gated_delta_rule, describe_recurrent_gated_delta_rule
+from cuflash.settings import AUTOMATIC
 
 # The driver is looked for with ctypes: hiding or pretending it there makes machines with and without a GPU alike.
 DRIVER = """
@@ -143,6 +151,42 @@ def test_unknown_compile_mode_is_a_warning(value: str) -> None:
     done = python(f"{WITHOUT_DRIVER}\nimport cuflash, numpy\n{WORKS}", CUFLASH_COMPILE=value)
     assert f"UserWarning: CUFLASH_COMPILE is '{value}', expected 'import' or 'lazy'" in done.stderr
     assert "<string>" in done.stderr, "the warning must point at the program's own import"
+
+
+class Usual:
+    """A contiguous array of a call that programs make."""
+
+    def __init__(self, dtype: str, *shape: int) -> None:
+        self.dtype, self.shape = dtype, shape
+
+
+def usual_programs(capability: int) -> set[Program]:
+    """What calls of usual sizes need, of several lengths, batches and numbers of heads."""
+    device, plans = device_of(capability), []
+    for dtype in FLOAT_NAMES:
+        for batch, heads, seqlen, head_dim in ((8, 12, 2048, 64), (2, 32, 1024, 128)):
+            x = stand_in("q", Usual(dtype, batch, heads, seqlen, head_dim), 0)
+            plans.append(make_plan(describe_attention(x, x, x)[0], device, AUTOMATIC))
+    for dtype in ("float16", "bfloat16"):
+        for batch, seqlen, num_heads_v in ((1, 8192, 32), (8, 1000, 16), (2, 2048, 32)):
+            tokens, values = (stand_in("q", Usual(dtype, batch, seqlen, heads, 128), 0) for heads in (16, num_heads_v))
+            gates = stand_in("beta", Usual("float32", batch, seqlen, num_heads_v), 0)
+            state = stand_in("state", Usual("float32", batch, num_heads_v, 128, 128), 0)
+            call = tokens, tokens, values, gates, gates
+            for problem, _ in (
+                describe_chunk_gated_delta_rule(*call),
+                describe_chunk_gated_delta_rule(*call, initial_state=state, output_final_state=True),
+                describe_recurrent_gated_delta_rule(*call, state),
+            ):
+                plans.append(make_gated_plan(problem, device, AUTOMATIC))
+    ahead = [plan.preparation.program for plan in plans if plan.preparation is not None]
+    return {*(plan.program for plan in plans), *ahead}
+
+
+@pytest.mark.parametrize("capability", [75, 80, 86, 90, 120])
+def test_usual_calls_need_what_is_compiled_at_import(capability: int) -> None:
+    programs = core_programs(device_of(capability))
+    assert set(programs) == usual_programs(capability) and len(set(programs)) == len(programs) <= 16
 
 
 @pytest.mark.gpu
