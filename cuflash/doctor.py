@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -12,6 +14,7 @@ import numpy as np
 from . import reference
 from .cupy_cache import cache_folder, import_cupy
 from .dense import attention
+from .gated import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from .gpu.compile import source_digest
 from .gpu.installed import driver_installed
 from .options import options
@@ -42,7 +45,7 @@ def show_config() -> None:
 
 
 def doctor() -> int:
-    """Print the configuration, check a small call on each back end against float64, end with a verdict.
+    """Print the configuration, check small calls on each back end against float64, end with a verdict.
 
     Returns
     -------
@@ -56,11 +59,11 @@ def doctor() -> int:
     with options(kernel="", tile=""):
         for name, xp, device in _backends(gpus):
             with device:
-                for dtype in FLOAT_NAMES:
-                    finding = _check(xp, dtype)
-                    print(f"check: {name} {dtype} {finding}")
+                for (operation, call), dtype in product(_OPERATIONS.items(), FLOAT_NAMES):
+                    finding = _check(call, xp, dtype)
+                    print(f"check: {name} {operation} {dtype} {finding}")
                     if not finding.endswith("ok"):
-                        failed.append(f"{name} {dtype}")
+                        failed.append(f"{name} {operation} {dtype}")
     print(f"verdict: {_verdict(gpus, failed)}")
     return 1 if failed else 0
 
@@ -77,13 +80,37 @@ def _backends(gpus: _Gpus) -> list[tuple[str, Any, AbstractContextManager[Any]]]
     return found
 
 
-def _check(xp: Any, dtype: str) -> str:
+def _attention(xp: Any, dtype: np.dtype) -> tuple[list[Any], np.ndarray]:
+    """Results of a small call, and what they are in float64, one behind the other."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, 77, 64)).astype(DTYPES[dtype]) for _ in range(3))
+    q, k, v = (rng.standard_normal((2, 77, 64)).astype(dtype) for _ in range(3))
     expected, _ = reference.attention(q, k, v, causal=True)
+    return [attention(*(xp.asarray(x) for x in (q, k, v)), causal=True)], expected.ravel()
+
+
+def _gated_delta_rule(xp: Any, dtype: np.dtype) -> tuple[list[Any], np.ndarray]:
+    """The same: a prompt, one step behind it, and the states that this leaves."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 78, 2, 64))
+    k /= np.linalg.norm(k, axis=-1, keepdims=True)
+    tokens = [x.astype(dtype) for x in (q, k, v)]
+    tokens += [-rng.exponential(0.1, (1, 78, 2)), rng.uniform(0, 1, (1, 78, 2))]
+    expected = reference.gated_delta_rule(*tokens)
+    prompt, step = ([xp.asarray(x[:, some]) for x in tokens] for some in (slice(77), slice(77, 78)))
+    out, state = chunk_gated_delta_rule(*prompt, output_final_state=True)
+    last = recurrent_gated_delta_rule(*(*step, state))
+    return [out, last, state], np.concatenate([x.ravel() for x in expected])
+
+
+_OPERATIONS = {"attention": _attention, "gated delta rule": _gated_delta_rule}
+"""What is tried out."""
+
+
+def _check(call: Callable[[Any, np.dtype], tuple[list[Any], np.ndarray]], xp: Any, dtype: str) -> str:
     try:
-        out = attention(*(xp.asarray(x) for x in (q, k, v)), causal=True)
-        out = (out if xp is np else out.get()).astype(np.float64)
+        results, expected = call(xp, DTYPES[dtype])
+        on_host = [x if xp is np else x.get() for x in results]
+        out = np.concatenate([x.astype(np.float64).ravel() for x in on_host])
     except Exception as error:  # the report must name every failure, whatever it is
         return f"FAILED: {error}"
     error_norm = float(np.linalg.norm(out - expected) / np.linalg.norm(expected))
@@ -92,7 +119,7 @@ def _check(xp: Any, dtype: str) -> str:
 
 def _verdict(gpus: _Gpus, failed: list[str]) -> str:
     if failed:
-        num_checks = len(FLOAT_NAMES) * (1 + len(gpus.names))
+        num_checks = len(_OPERATIONS) * len(FLOAT_NAMES) * (1 + len(gpus.names))
         return f"not ready, {len(failed)} of {num_checks} checks failed ({', '.join(failed)}); report all of the above"
     if gpus.names:
         verdict = f"ready, on {' and '.join(gpus.names)}, and for NumPy arrays on the CPU"

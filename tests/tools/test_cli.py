@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,9 @@ from cuflash.explain import FUNCTIONS
 from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
+
+OPERATIONS = ("attention", "gated delta rule")
+"""What the doctor tries out."""
 
 
 def run(*arguments: str, gpu: bool = False) -> subprocess.CompletedProcess[str]:
@@ -35,9 +39,9 @@ def test_doctor() -> None:
     done = run("doctor")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"cuflash {cuflash.__version__}, sources ")
-    for dtype in FLOAT_NAMES:
-        assert f"check: NumPy {dtype} relative error " in done.stdout
-    assert done.stdout.count(" ok\n") == len(FLOAT_NAMES) == done.stdout.count("check: ")
+    for operation, dtype in product(OPERATIONS, FLOAT_NAMES):
+        assert f"check: NumPy {operation} {dtype} relative error " in done.stdout
+    assert done.stdout.count(" ok\n") == len(OPERATIONS) * len(FLOAT_NAMES) == done.stdout.count("check: ")
     assert "WRONG" not in done.stdout and "FAILED" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith("verdict: ready for NumPy arrays only: ")
 
@@ -46,8 +50,8 @@ def test_doctor() -> None:
 def test_doctor_with_a_gpu() -> None:
     done = run("doctor", gpu=True)
     assert done.returncode == 0
-    assert done.stdout.count(" ok\n") >= 2 * len(FLOAT_NAMES)
-    assert all(re.search(rf"check: GPU( 0)? {dtype} relative error .* ok\n", done.stdout) for dtype in FLOAT_NAMES)
+    for operation, dtype in product(OPERATIONS, FLOAT_NAMES):
+        assert re.search(rf"check: GPU( 0)? {operation} {dtype} relative error .* ok\n", done.stdout)
     assert done.stdout.splitlines()[-1].startswith("verdict: ready, on GPU 0 (")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,10 @@ from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 from cuflash.settings import KNOBS, Settings
+
+OPERATIONS = ("attention", "gated delta rule")
+CHECKS = len(OPERATIONS) * len(FLOAT_NAMES)
+"""Of each back end."""
 
 
 @pytest.fixture
@@ -50,10 +55,16 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch, available: bool, count: int = 1) 
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     monkeypatch.setattr("cuflash.gpu.launch._found_gpu_type", None)  # it is kept, and would be that of the toaster
-    right = doctor_module.attention
-    monkeypatch.setattr(
-        doctor_module, "attention", lambda q, *others, **options: right(q, *others, **options).view(type(q))
-    )
+
+    def as_on_a_gpu(function: Any) -> Any:
+        def call(q: Any, *others: Any, **options: Any) -> Any:
+            found = function(q, *others, **options)
+            return tuple(x.view(type(q)) for x in found) if isinstance(found, tuple) else found.view(type(q))
+
+        return call
+
+    for name in ("attention", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+        monkeypatch.setattr(doctor_module, name, as_on_a_gpu(getattr(doctor_module, name)))
 
 
 def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +130,7 @@ def test_with_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monk
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert "GPU 0: Toaster, compute capability 9.0, 2 multiprocessors, 3 GiB" in printed
-    assert sum(line.startswith("check: ") and line.endswith(" ok") for line in printed) == 2 * len(FLOAT_NAMES)
+    assert sum(line.startswith("check: ") and line.endswith(" ok") for line in printed) == 2 * CHECKS
     assert printed[-1] == "verdict: ready, on GPU 0 (Toaster), and for NumPy arrays on the CPU"
 
 
@@ -127,22 +138,39 @@ def test_every_gpu_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch: p
     fake_cupy(monkeypatch, available=True, count=2)
     assert cli.main(["doctor"]) == 0
     printed = capsys.readouterr().out
-    assert all(f"check: GPU {number} {dtype} " in printed for number in range(2) for dtype in FLOAT_NAMES)
+    for number, operation, dtype in product(range(2), OPERATIONS, FLOAT_NAMES):
+        assert f"check: GPU {number} {operation} {dtype} relative error " in printed
     assert printed.endswith("verdict: ready, on GPU 0 (Toaster) and GPU 1 (Toaster), and for NumPy arrays on the CPU\n")
 
 
+@pytest.mark.parametrize(
+    ("function", "operation"), [("attention", "attention"), ("recurrent_gated_delta_rule", "gated delta rule")]
+)
 def test_finds_wrong_results(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_driver: None
+    function: str,
+    operation: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    no_driver: None,
 ) -> None:
-    right = doctor_module.attention
-    monkeypatch.setattr(doctor_module, "attention", lambda *arrays, **options: 1.1 * right(*arrays, **options))
+    right = getattr(doctor_module, function)
+    monkeypatch.setattr(doctor_module, function, lambda *arrays, **options: 2 * right(*arrays, **options))
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert printed.count("WRONG") == len(FLOAT_NAMES)
-    assert printed.splitlines()[-1] == (
-        "verdict: not ready, 4 of 4 checks failed (NumPy float16, NumPy bfloat16, NumPy float32, NumPy float64); "
-        "report all of the above"
+    failed = ", ".join(f"NumPy {operation} {dtype}" for dtype in FLOAT_NAMES)
+    assert printed.splitlines()[-1] == f"verdict: not ready, 4 of 8 checks failed ({failed}); report all of the above"
+
+
+def test_finds_states_that_are_not_updated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_driver: None
+) -> None:
+    right = doctor_module.recurrent_gated_delta_rule
+    monkeypatch.setattr(
+        doctor_module, "recurrent_gated_delta_rule", lambda *tokens: right(*tokens[:-1], tokens[-1].copy())
     )
+    assert cli.main(["doctor"]) == 1
+    assert capsys.readouterr().out.count("WRONG") == len(FLOAT_NAMES)
 
 
 def test_survives_what_fails(
@@ -158,8 +186,8 @@ def test_survives_what_fails(
     monkeypatch.setattr(doctor_module, "attention", fails_for_one)
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
-    assert "check: NumPy float16 FAILED: no such luck\n" in printed and printed.count(" ok\n") == 3
-    assert "verdict: not ready, 1 of 4 checks failed (NumPy float16); " in printed
+    assert "check: NumPy attention float16 FAILED: no such luck\n" in printed and printed.count(" ok\n") == CHECKS - 1
+    assert "verdict: not ready, 1 of 8 checks failed (NumPy attention float16); " in printed
 
 
 def test_a_chosen_kernel_is_no_failure_but_named(
