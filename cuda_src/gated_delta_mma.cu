@@ -27,7 +27,7 @@
 #include "gated/sequence.cuh"
 #include "gated/state.cuh"
 #include "gated/store.cuh"
-#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
 
 namespace cuflash {
 
@@ -54,6 +54,7 @@ struct SharedTiles {
     Triangle weights[kStages + 1];
     TokenDecays decays[kStages + 2];
     Operands operands[2][kStateWarps];
+    Mbarrier meeting;  // of all warps, once per chunk
 };
 
 // What a state warp does to a chunk, in pieces of 16 tokens and in an order that has products of one piece under way
@@ -170,7 +171,7 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.enter(left_address(shared.k[last % (kStages + 2)], lane), shared.decays[last % (kStages + 2)],
                       shared.operands[last % 2][warp]);
         }
-        barrier_wait(1, kThreads);  // the chunk is there
+        meet(shared.meeting, chunk);  // it is there
         if (chunk == num_chunks) break;
         Element(*const v)[kPitchV] = shared.v[chunk % (kStages + 1)];
         own.update(right_address(shared.k[chunk % (kStages + 2)], lane), right_address(v, lane) + warp * 32,
@@ -235,12 +236,12 @@ __device__ __forceinline__ void walk_outputs(const GatedParams& params, const Ga
     char* out = params.out + token_offset(params.out_strides, batch, tokens.begin + first, block.head);
     long long left = tokens.end - tokens.begin - first;
     const bool has_state = block.index < params.num_sequences;
-    if (has_state && num_chunks > 0) barrier_wait(1, kThreads);
+    if (has_state && num_chunks > 0) meet(shared.meeting, 0);
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks; ++chunk) {
         Output o = {};
         if (has_state) {
-            barrier_wait(1, kThreads);
+            meet(shared.meeting, chunk + 1);
             compute_output(shared, chunk, warp, lane, o);
         }
         store(params, out, left, block.part * kBlockN, lane, o);
@@ -300,7 +301,7 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
     for (int chunk = 0; chunk <= num_chunks + kStages; ++chunk) {
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
-            barrier_wait(1, kThreads);  // for states of the chunk kStages before this one
+            meet(shared.meeting, chunk - kStages);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) loads.for_state(shared, chunk, left(chunk), loader);
         if (chunk > 0 && chunk <= num_chunks) loads.for_output(shared, chunk - 1, left(chunk - 1), loader);
@@ -314,6 +315,8 @@ __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTil
     const TokenRange tokens = tokens_of(params, block.index);
     const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     const bool has_state = block.index < params.num_sequences;
+    if (threadIdx.x == 0) mbarrier_init(shared.meeting, kThreads / 32);
+    __syncthreads();
     if (warp < kStateWarps) {
         if (has_state) walk_states(params, block, shared, num_chunks, warp, lane);
     } else if (loader >= 0 && loader < kLoaders) {

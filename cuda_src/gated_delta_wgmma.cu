@@ -24,7 +24,7 @@
 #include "gated/load.cuh"
 #include "gated/sequence.cuh"
 #include "gated/state.cuh"
-#include "ptx/barrier.cuh"
+#include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
 #include "ptx/wgmma.cuh"
 
@@ -58,6 +58,7 @@ struct SharedTiles {
     Triangle weights[kStages + 2];
     TokenDecays decays[kStages + 1];
     alignas(16) Element out[2][kTokens][kPitchV];  // of a chunk that is stored, and of the next
+    Mbarrier meeting;                              // of all warps, once per chunk
 };
 
 // d = S^T rows^T, of which `state` has the left operands.
@@ -119,7 +120,7 @@ struct StateWarp {
         Fragment rows[kSteps];
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) as_operand(rows[step], state[2 * step], state[2 * step + 1]);
-        barrier_wait(1, kThreads);
+        meet(shared.meeting, chunk);
         const float decay = decays.from_begin[kTokens - 1];
         Fragment values[kTokenSteps];
         const SharedAddress v = right_address(shared.v[slot], lane) + warp * 32;
@@ -189,10 +190,10 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.begin(chunk + 1);
         }
         own.end(chunk);
-        barrier_wait(1, kThreads);
+        meet(shared.meeting, num_chunks);
         wgmma_wait<0>(own.o);
         own.stage_output(chunk);
-        barrier_wait(1, kThreads);
+        meet(shared.meeting, num_chunks + 1);
     }
     store_state(params, block, warp, lane, own.state);
 }
@@ -246,7 +247,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
             fence_async_proxy();
-            barrier_wait(1, kThreads);  // for states of the chunk kStages before this one
+            meet(shared.meeting, chunk - kStages);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) {
             const int slot = chunk % (kStages + 1);
@@ -286,6 +287,8 @@ __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTil
     const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+    if (threadIdx.x == 0) mbarrier_init(shared.meeting, kThreads / 32);
+    __syncthreads();
     if (block.index == params.num_sequences) hide(params, block, tokens);
     else if (warp < 4) walk_states(params, block, shared, num_chunks, warp, threadIdx.x % 32);
     else if (num_chunks > 0) load_and_store(params, block, shared, tokens, num_chunks, threadIdx.x - 128);

@@ -127,7 +127,7 @@ def delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     keys, values = size * tile.tokens * (bucket + 8), size * tile.tokens * (tile.width + 8)
     arriving = 2 * keys + values + matrix_bytes(tile.tokens) + decay_bytes(tile.tokens)
     handed_over = 2 * tile.width // 16 * (bucket + tile.tokens) // 16 * 512
-    return (tile.stages + 1) * arriving + keys + decay_bytes(tile.tokens) + handed_over
+    return (tile.stages + 1) * arriving + keys + decay_bytes(tile.tokens) + handed_over + 16
 
 
 def delta_wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
@@ -151,7 +151,7 @@ def delta_wgmma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> 
 def delta_wgmma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
     panels, matrices = 2 * 64 * round_up(traits.head_dim, 64), matrix_bytes(64)
     arriving = 2 * panels + 2 * 64 * (64 + 8) + matrices + decay_bytes(64)
-    return round_up((tile.stages + 1) * arriving + matrices // 3 + 2 * 2 * 64 * (64 + 8), 1024)
+    return round_up((tile.stages + 1) * arriving + matrices // 3 + 2 * 2 * 64 * (64 + 8) + 8, 1024)
 
 
 # cuda_src/gated_recurrent.cu

@@ -53,6 +53,10 @@ void cpu_cuda_sync_block();
 // Waits for as many threads, whole warps, in the barrier of this number; 0 is that of the whole block. Returns whether
 // any of them brought a true predicate. Those that vote and those that do not are an error in one barrier.
 bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate);
+// Barriers in shared memory, each of a phase at a time; all lanes of a warp arrive or wait together.
+void cpu_cuda_mbarrier_init(void* address, int num_warps);
+void cpu_cuda_mbarrier_arrive(const void* address);
+void cpu_cuda_mbarrier_wait(const void* address, bool parity);
 // Waits for the 32 lanes of the warp; the last one runs `compute` on what each brought and for what each takes away.
 // Lanes that meet in operations of different names are an error. `orders_memory`: a barrier for shared memory too.
 void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,

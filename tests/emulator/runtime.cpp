@@ -93,6 +93,15 @@ struct Barrier {
     uint32_t last_time;
 };
 
+// One in shared memory. What is known at the end of a phase is what its warps knew when they arrived, and before.
+struct PhaseBarrier {
+    size_t offset;
+    int num_warps, num_left;
+    bool parity;       // of the phase under way
+    uint32_t waiting;  // warps
+    uint32_t known[kMaxWarps], known_at_end[kMaxWarps];
+};
+
 // The operation is a part of the name, as the two may not meet in one barrier.
 const struct BarrierNames {
     char wait[kNumBarriers][16], any[kNumBarriers][16];
@@ -132,6 +141,7 @@ struct Launch {
 Fiber fibers[kMaxThreads];
 Warp warps[kMaxWarps];
 Barrier barriers[kNumBarriers];
+std::vector<PhaseBarrier> phase_barriers;
 Cell cells[kMaxSharedBytes / kCellBytes];
 Read reads[kMaxWarps][kMaxSharedBytes / kCellBytes];  // valid for a cell's reading_warps
 Launch* launch;
@@ -288,6 +298,7 @@ void run_block() {
     memset(warps, 0, num_warps * sizeof(Warp));
     for (unsigned int warp = 0; warp < num_warps; ++warp) warps[warp].known[warp] = 1;
     memset(barriers, 0, sizeof(barriers));
+    phase_barriers.clear();
     memset(cells, 0, (launch->shared_bytes + kCellBytes - 1) / kCellBytes * sizeof(Cell));
     memset(shared_memory, 0xff, launch->shared_bytes);
     num_at_barrier = num_returned = 0;
@@ -471,6 +482,37 @@ bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
     return __builtin_popcount(barrier.warps) * kWarpSize == barrier.num_threads;
 }
 
+PhaseBarrier& phase_barrier_at(const void* address, uintptr_t pc) {
+    const size_t offset = static_cast<const char*>(address) - shared_memory;
+    for (PhaseBarrier& barrier : phase_barriers) {
+        if (barrier.offset == offset) {
+            check_shared(offset, 8, false, pc);
+            return barrier;
+        }
+    }
+    fail(pc, "shared byte %zu is no barrier that somebody has made", offset);
+}
+
+void learn(uint32_t (&known)[kMaxWarps], const uint32_t (&more)[kMaxWarps]) {
+    for (int warp = 0; warp < kMaxWarps; ++warp) known[warp] = std::max(known[warp], more[warp]);
+}
+
+// Whether all lanes of the warp have come to it.
+bool arrive_together(const char* name, const void* address, uintptr_t pc) {
+    if (!arrive_with_warp(name, address, nullptr, pc)) return false;
+    for (const void* other : warps[current / kWarpSize].inputs) {
+        if (other != address) fail(pc, "calls %s for more than one barrier", name);
+    }
+    return true;
+}
+
+// Lets a warp go on behind the end of a phase.
+void pass_phase(const PhaseBarrier& barrier, int warp) {
+    ++warps[warp].known[warp];
+    learn(warps[warp].known, barrier.known_at_end);
+    for (int lane = 0; lane < kWarpSize; ++lane) fibers[warp * kWarpSize + lane].state = State::kReady;
+}
+
 }  // namespace
 
 // ------------------------------------------------------------------------------------- what kernels call
@@ -525,6 +567,44 @@ bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate
     use.last_warp = current / kWarpSize;
     use.last_time = warp.known[use.last_warp];
     return warp.vote;
+}
+
+void cpu_cuda_mbarrier_init(void* address, int num_warps) {
+    const size_t offset = static_cast<char*>(address) - shared_memory;
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    if (offset >= kMaxSharedBytes || num_warps < 1)
+        fail(pc, "a barrier for %d warps, or not in shared memory", num_warps);
+    for (const PhaseBarrier& barrier : phase_barriers) {
+        if (barrier.offset == offset) fail(pc, "makes the barrier at shared byte %zu twice", offset);
+    }
+    phase_barriers.push_back({offset, num_warps, num_warps, false, 0, {}, {}});
+}
+
+void cpu_cuda_mbarrier_arrive(const void* address) {
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    PhaseBarrier& barrier = phase_barrier_at(address, pc);
+    if (!arrive_together("mbarrier_arrive", address, pc)) return wait_as(State::kWaitsForWarp);
+    const int index = current / kWarpSize;
+    learn(barrier.known, warps[index].known);
+    barrier.known[index] = ++warps[index].known[index];
+    if (--barrier.num_left == 0) {
+        barrier.num_left = barrier.num_warps;
+        barrier.parity = !barrier.parity;
+        memcpy(barrier.known_at_end, barrier.known, sizeof(barrier.known));
+        for (; barrier.waiting != 0; barrier.waiting &= barrier.waiting - 1)
+            pass_phase(barrier, __builtin_ctz(barrier.waiting));
+    }
+    for (int lane = 0; lane < kWarpSize; ++lane) fibers[index * kWarpSize + lane].state = State::kReady;
+}
+
+void cpu_cuda_mbarrier_wait(const void* address, bool parity) {
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    PhaseBarrier& barrier = phase_barrier_at(address, pc);
+    if (!arrive_together("mbarrier_wait", address, pc)) return wait_as(State::kWaitsForWarp);
+    const int index = current / kWarpSize;
+    if (barrier.parity != parity) return pass_phase(barrier, index);
+    barrier.waiting |= 1u << index;
+    wait_as(State::kWaitsForWarp);
 }
 
 void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,
