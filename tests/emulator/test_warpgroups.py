@@ -9,7 +9,51 @@ import pytest
 
 from cuflash.problem.arrays import DTYPES
 
-from .test_emulator import _assert_close, _run, backends
+from .test_emulator import EmulationError, _assert_close, _compile, _emulate, _run, _source, backends
+
+
+@backends
+def test_mbarrier(back_end: str, tmp_path: Path) -> None:
+    """One warp writes, three read what is there in their phase; all meet from different places."""
+    body = """
+        auto& barrier = *reinterpret_cast<Mbarrier*>(shared + 1024);
+        if (threadIdx.x == 0) mbarrier_init(barrier, 4);
+        __syncthreads();
+        int sum = 0;
+        for (int round = 0; round < 5; ++round) {
+            if (threadIdx.x < 32) {
+                shared[round % 2 * 32 + lane] = in[lane] * round;
+                meet(barrier, round);
+            } else {
+                mbarrier_arrive(barrier);
+                mbarrier_wait(barrier, round);
+                sum += shared[round % 2 * 32 + 31 - lane];
+            }
+        }
+        out[threadIdx.x] = sum;
+    """
+    values = np.random.default_rng(0).permutation(32).astype(np.int32)
+    arrays = values, values, np.empty(128, np.int32)
+    out = _run(back_end, body, arrays, tmp_path, "mbarrier", ("int", "int"), 128)
+    assert (out.reshape(4, 32) == [[0], [1], [1], [1]] * values[::-1] * 10).all()
+
+
+def test_mbarrier_orders_nothing_before_its_phase(tmp_path: Path) -> None:
+    body = """
+        auto& barrier = *reinterpret_cast<Mbarrier*>(shared + 1024);
+        if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+        __syncthreads();
+        if (threadIdx.x < 32) {
+            shared[lane] = in[lane];
+            mbarrier_arrive(barrier);
+        } else {
+            mbarrier_wait(barrier, -1);  // over from the beginning
+            out[lane] = shared[lane];
+        }
+    """
+    source = _source(body, '#include "ptx/mbarrier.cuh"')
+    with pytest.raises(EmulationError, match="shared byte"):
+        _emulate(_compile(source, tmp_path), tuple(np.zeros(64, np.float32) for _ in range(3)), 64, 8192, 0)
 
 
 @backends
