@@ -99,7 +99,7 @@ def output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 def delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     """Return tiles that fit, each with as many chunks under way as do."""
     tiles = []
-    for tokens in (64, 32):
+    for tokens in (64, 32) if traits.head_dim <= 192 else (32,):  # of 64 tokens it would spill
         for width in (16, 32, 64):
             made = [GatedTile(tokens, width, 2 * (width + tokens) + 64, stages) for stages in (2, 1)]
             fits = [tile for tile in made if delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
@@ -175,7 +175,7 @@ def recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Ma
         ("HEAD_DIM", recurrent_bucket(traits.head_dim)),
         ("VARLEN", int(traits.packed)),
         ("SWAPPED_STATES", int(traits.swapped_states)),
-        ("MIN_BLOCKS", 2 if device.compute_capability > 70 else 1),  # compilers for that one spill
+        ("MIN_BLOCKS", 2 if device.compute_capability >= 90 else 1),  # for older ones it would spill
     )
 
 
