@@ -235,7 +235,7 @@ ONE_KEY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(3)
+@pytest.mark.share(9)
 @back_ends
 @pytest.mark.parametrize("head_dim", [32, 224])
 @pytest.mark.parametrize("options", ONE_KEY.values(), ids=ONE_KEY)
