@@ -99,7 +99,7 @@ def output_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 def delta_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
     """Return tiles that fit, each with as many chunks under way as do."""
     tiles = []
-    for tokens in (64, 32) if traits.head_dim <= 192 else (32,):  # of 64 tokens it would spill
+    for tokens in (64, 32) if traits.head_dim <= 192 else (32,):  # float16 would spill with 64
         for width in (16, 32, 64):
             made = [GatedTile(tokens, width, 2 * (width + tokens) + 64, stages) for stages in (2, 1)]
             fits = [tile for tile in made if delta_shared_memory(traits, tile) <= device.shared_memory_per_block]
