@@ -1,6 +1,7 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
-python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 400 problems
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 500 problems;
+                                        with --kernel NAME those of one kernel, beside what is stored of others
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
 python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
 
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wmma
+from cuflash.plan import tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wgmma, tiles_wmma
 from cuflash.plan.cost import (
     SPLIT_CALL,
     Cost,
@@ -89,25 +90,8 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """Thin problems of usual shapes for forward_mma, and drawn ones for all kernels."""
-    found = []
-    for head_dim in (64, 128, 256):
-        for batch, heads, heads_kv, seqlen_q, seqlen_k in (
-            (1, 8, 8, 1, 8192), (1, 8, 8, 1, 65536), (8, 32, 8, 1, 4096), (1, 32, 8, 1, 1000), (64, 32, 8, 1, 2048),
-            (1, 16, 16, 77, 77), (1, 8, 8, 77, 1000), (1, 8, 8, 16, 4096), (4, 16, 16, 256, 77),
-        ):  # fmt: skip
-            found.append(Case("forward_mma", "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim))
-        squares = (
-            (1, 8, 128), (1, 8, 256), (1, 8, 512), (1, 4, 1024), (1, 8, 1024), (1, 16, 2048), (4, 16, 512),
-            (32, 12, 197), (1, 16, 4096),
-        )  # fmt: skip
-        for (batch, heads, length), causal in product(squares, (False, True)):
-            found.append(Case("forward_mma", "float16", batch, heads, heads, length, length, head_dim, causal))
-        found.append(Case("forward_mma", "float16", 1, 8, 8, 4096, 4096, head_dim, False, (512, 0)))
-        found.append(Case("forward_mma", "float16", 1, 8, 8, 300, 5000, head_dim, True))
-    many = ((32, 8, 512), (16, 8, 1024), (64, 4, 256), (8, 8, 512), (4, 8, 1024), (8, 8, 2048))
-    for head_dim, (batch, heads, length), causal in product((64, 128, 192, 256), many, (False, True)):
-        found.append(Case("forward_mma", "float16", batch, heads, heads, length, length, head_dim, causal))
+    """Problems of usual shapes for forward_mma and forward_wgmma, and drawn ones for all kernels."""
+    found = usual_shapes("forward_mma")
     rng = random.Random(5)
     widths = (32, 64, 80, 96, 128, 128, 160, 192, 256, 512)
     found += [draw(rng, "forward_mma", "float16", widths, 2e11) for _ in range(70)]
@@ -123,7 +107,32 @@ def cases() -> list[Case]:
             found.append(Case(kernel, dtype, batch, heads, heads, length, length, head_dim, causal))
     for case in [case for case in found if case.kernel == "precise_float32"]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
+    found += usual_shapes("forward_wgmma")
+    found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     return [*found, *point_clouds()]
+
+
+def usual_shapes(kernel: str) -> list[Case]:
+    """Thin problems, and squares with few and with many heads."""
+    found = []
+    for head_dim in (64, 128, 256):
+        for batch, heads, heads_kv, seqlen_q, seqlen_k in (
+            (1, 8, 8, 1, 8192), (1, 8, 8, 1, 65536), (8, 32, 8, 1, 4096), (1, 32, 8, 1, 1000), (64, 32, 8, 1, 2048),
+            (1, 16, 16, 77, 77), (1, 8, 8, 77, 1000), (1, 8, 8, 16, 4096), (4, 16, 16, 256, 77),
+        ):  # fmt: skip
+            found.append(Case(kernel, "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim))
+        squares = (
+            (1, 8, 128), (1, 8, 256), (1, 8, 512), (1, 4, 1024), (1, 8, 1024), (1, 16, 2048), (4, 16, 512),
+            (32, 12, 197), (1, 16, 4096),
+        )  # fmt: skip
+        for (batch, heads, length), causal in product(squares, (False, True)):
+            found.append(Case(kernel, "float16", batch, heads, heads, length, length, head_dim, causal))
+        found.append(Case(kernel, "float16", 1, 8, 8, 4096, 4096, head_dim, False, (512, 0)))
+        found.append(Case(kernel, "float16", 1, 8, 8, 300, 5000, head_dim, True))
+    many = ((32, 8, 512), (16, 8, 1024), (64, 4, 256), (8, 8, 512), (4, 8, 1024), (8, 8, 2048))
+    for head_dim, (batch, heads, length), causal in product((64, 128, 192, 256), many, (False, True)):
+        found.append(Case(kernel, "float16", batch, heads, heads, length, length, head_dim, causal))
+    return found
 
 
 def point_clouds() -> list[Case]:
@@ -161,10 +170,12 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
     """Tiles and numbers of splits worth measuring: usual ones, and those that the model would choose for a tile."""
     problem, spec = case.describe(), SPECS[case.kernel]
     rows = case.seqlen_q * case.heads // case.heads_kv
-    for tile in spec.tiles(problem.traits, device):
+    tiles = spec.tiles(problem.traits, device)
+    lowest = min(tile.block_m for tile in tiles)
+    for tile in tiles:
         num_blocks = make_plan(problem, device, Settings(spec.name, str(tile), False), 1).num_blocks
         far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 32
-        if tile.block_m > 4 * max(rows, 16) or far_too_low:
+        if tile.block_m > max(4 * rows, 64, lowest) or far_too_low:
             continue
         resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
         chosen = find_builds(problem.traits, device, Settings(spec.name, str(tile), False))[0].choose(
@@ -176,8 +187,8 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
                 yield tile, splits
 
 
-def measure(file: Path) -> None:
-    """Time every candidate of every problem on the current GPU."""
+def measure(file: Path, kernel: str) -> None:
+    """Time every candidate of every problem, or of those of one kernel, on the current GPU."""
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count
 
@@ -189,7 +200,9 @@ def measure(file: Path) -> None:
     from cuflash.problem.problem import ARRAYS
 
     device = device_info(0)
-    found = [(case, list(candidates(case, device))) for case in cases()]
+    kept = [old for old in json.loads(file.read_text())["problems"] if old["kernel"] != kernel] if kernel else []
+    wanted = [case for case in cases() if kernel in ("", case.kernel)]
+    found = [(case, list(candidates(case, device))) for case in wanted]
 
     def plan_of(case: Case, tile: Tile, splits: int) -> Any:
         return make_plan(case.describe(), device, Settings(case.kernel, str(tile), False), splits)
@@ -199,7 +212,7 @@ def measure(file: Path) -> None:
     programs |= {plan.preparation.program for plan in plans if plan.preparation is not None}
     with ThreadPoolExecutor(cpu_count()) as pool:
         list(pool.map(lambda program: kernel_function(program, 0), programs))
-    backend, stored = GpuBackend(), []
+    backend, stored = GpuBackend(), kept
     rng = cupy.random.default_rng(0)
     for case, chosen in found:
         q, k, v = (
@@ -228,6 +241,7 @@ def dumps(stored: dict[str, Any]) -> str:
 
 
 FAMILIES = {
+    tiles_wgmma.COST: "forward_wgmma",
     tiles_mma.COST: "forward_mma",
     tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
     tiles_wmma.COST: "forward_wmma",
@@ -379,9 +393,10 @@ def main() -> int:
     parser.add_argument("step", nargs="?", choices=("measure", "fit", "report"), default="report")
     parser.add_argument("--file", type=Path, default=STORED)
     parser.add_argument("--family", default="", help="part of the name of the constants to fit")
+    parser.add_argument("--kernel", default="", help="the only one to measure")
     arguments = parser.parse_args()
     if arguments.step == "measure":
-        measure(arguments.file)
+        measure(arguments.file, arguments.kernel)
         return 0
     from cuflash.plan.table import device_of
 

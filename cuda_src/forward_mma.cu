@@ -113,8 +113,10 @@ struct Worker {
                 largest = largest_scores<false>(scores);
             }
         }
-        follow_maxima(maxima, largest, logits, multiplier, states, o, shared.exchange, view.warp);
-        scores_to_weights(scores, logits, maxima, multiplier, states.row_sum);
+        RowValues factors;
+        if (follow_maxima(maxima, largest, logits, multiplier, states, factors, shared.exchange, view.warp))
+            rescale(o, factors);
+        scores_to_weights(scores, logits, references_of(maxima, logits, multiplier), multiplier, states.row_sum);
         round_weights(weights, scores);
         if constexpr (kWarpsPerRow > 1) {
             store_weights(&shared.p[view.warp.first_row], view.warp.share * kWarpKeys, weights, view.lane);

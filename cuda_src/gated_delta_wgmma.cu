@@ -26,33 +26,20 @@
 #include "gated/state.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/stmatrix.cuh"
-#include "ptx/wgmma.cuh"
+#include "wgmma/panels.cuh"
 
 namespace cuflash {
 
 constexpr int kSteps = kHeadDim / 16, kPitchV = kBlockN + 8, kLoaders = kThreads - 128;
-constexpr int kRowBytes = 128, kPanelBytes = kTokens * kRowBytes;  // of 64 features
 
 static_assert(kTokens == 64 && kBlockN == 64 && kLoaders == 128 && (kHeadDim == 64 || kHeadDim == 128));
 
-// Rows of tokens as wgmma takes them: 64 features each, swizzled.
-struct alignas(1024) Panels {
-    Element rows[kHeadDim / 64][kTokens][64];
-
-    // Features as rows of a right operand, tokens as its columns: of one step of 16 features.
-    __device__ __forceinline__ SharedMatrix features(int step) {
-        return SharedMatrix::swizzled(shared_address(&rows[step / 4][0][0]), 8 * kRowBytes).at(step % 4 * 32);
-    }
-    // Tokens as rows, features as columns: of 16 tokens.
-    __device__ __forceinline__ SharedMatrix tokens(int block) {
-        return SharedMatrix::swizzled(shared_address(&rows[0][block * 16][0]), 8 * kRowBytes, kPanelBytes);
-    }
-};
+using TokenRows = Panels<kTokens, kHeadDim>;
 
 // Of the chunk whose state is computed, those to come, and the one before, whose weights are still multiplied.
 struct SharedTiles {
-    Panels k[kStages + 1];
-    Panels q[kStages + 1];  // the last 16 tokens first
+    TokenRows k[kStages + 1];
+    TokenRows q[kStages + 1];  // the last 16 tokens first
     alignas(16) Element v[kStages + 1][kTokens][kPitchV];
     Triangle inverses[kStages + 1][2];
     Triangle weights[kStages + 2];
@@ -62,7 +49,7 @@ struct SharedTiles {
 };
 
 // d = S^T rows^T, of which `state` has the left operands.
-__device__ __forceinline__ void multiply_features(Columns& d, const Fragment (&state)[kSteps], Panels& rows) {
+__device__ __forceinline__ void multiply_features(Columns& d, const Fragment (&state)[kSteps], TokenRows& rows) {
     wgmma<kBfloat16, false, false>(d, state[0], rows.features(0));
 #pragma unroll
     for (int step = 1; step < kSteps; ++step) wgmma<kBfloat16, false, true>(d, state[step], rows.features(step));
@@ -198,26 +185,6 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
     store_state(params, block, warp, lane, own.state);
 }
 
-// Rows of tokens of which `num_tokens` are there, the rest zeros; with kReversed the last 16 first.
-template <bool kReversed>
-__device__ __forceinline__ void load_panels(Panels& target, const char* source, long long stride, long long num_tokens,
-                                            int num_features, int loader) {
-    constexpr int kPieces = kHeadDim / 8, kStep = kLoaders / kPieces;
-    static_assert(kStep == 8 || kStep == 16, "swizzles repeat every eight rows");
-    const int row = loader / kPieces, piece = loader % kPieces;
-    // right either way: what is rounded to int are rows of one array
-    const int num_rows = static_cast<int>(min(num_tokens, 1LL * kTokens));
-    const int rows_left = piece * 8 < num_features ? num_rows : 0;
-    const SharedAddress panel = shared_address(&target.rows[piece / 8][row][0]);
-    source += row * stride + piece * 16;
-#pragma unroll
-    for (int i = 0; i < kTokens; i += kStep) {
-        const int first = kReversed ? kTokens - 16 - i + i % 16 * 2 : i;
-        cp_async_16(panel + first * kRowBytes + (piece % 8 ^ row % 8) * 16, source, row + i < rows_left);
-        source += kStep * stride;
-    }
-}
-
 // Stores the staged output of a chunk, of which `num_tokens` are there; `out` is where the first begins.
 __device__ __forceinline__ void store(const GatedParams& params, char* out, long long num_tokens, int num_features,
                                       Element (*rows)[kPitchV], int loader) {
@@ -242,6 +209,8 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
     const char* prepared = prepared_address(params, block.index, tokens.begin, block.head);
     char* out = params.out + token_offset(params.out_strides, batch, tokens.begin, block.head) + column * 2;
     long long left = tokens.end - tokens.begin, left_of_output = left;
+    const PanelCopy<kHeadDim> copy_k(params.k_strides.token, params.head_dim, loader);
+    const PanelCopy<kHeadDim> copy_q(params.q_strides.token, params.head_dim, loader);
 #pragma unroll 1
     for (int chunk = 0; chunk <= num_chunks + kStages + 1; ++chunk) {
         if (chunk >= kStages) {
@@ -251,8 +220,10 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
         }
         if (chunk < num_chunks) {
             const int slot = chunk % (kStages + 1);
-            load_panels<false>(shared.k[slot], k, params.k_strides.token, left, params.head_dim, loader);
-            load_panels<true>(shared.q[slot], q, params.q_strides.token, left, params.head_dim, loader);
+            // right either way: what is rounded to int are rows of one array
+            const int num_tokens = static_cast<int>(min(left, 1LL * kTokens));
+            copy_k.template load<false>(shared.k[slot], k, num_tokens);
+            copy_q.template load<false, true>(shared.q[slot], q, num_tokens);
             load_rows<kTokens, kBlockN, kLoaders>(shared.v[slot], v, params.v_strides.token, 2, left, num_features,
                                                   loader);
             copy_bytes<2 * sizeof(Triangle), kLoaders>(&shared.inverses[slot], prepared, loader);

@@ -2,6 +2,8 @@
 // instructions of a GPU take as long as a load.
 #pragma once
 
+#include "common/config.cuh"
+
 namespace cuflash {
 
 // A length that much is divided by, with 2^63 / value rounded up, or 0 for values that 31 bits do not hold.
@@ -13,7 +15,7 @@ struct Divisor {
 };
 
 // There is one copy of it: it is long, and blocks that begin wait for their instructions.
-static __device__ __noinline__ long long divide(long long a, long long b) {
+static __device__ CUFLASH_ONE_COPY long long divide(long long a, long long b) {
     // right either way: the long division is slower
     if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
     return a / b;

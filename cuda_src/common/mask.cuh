@@ -25,6 +25,7 @@ struct ColumnRange {
     int end;
 
     __device__ __forceinline__ bool has(int column) const { return begin <= column && column < end; }
+    __device__ __forceinline__ ColumnRange counted_from(int column) const { return {begin - column, end - column}; }
 };
 
 __device__ __forceinline__ ColumnRange columns_of(KeyRange visible, long long n_begin) {

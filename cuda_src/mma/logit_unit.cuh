@@ -10,7 +10,8 @@ constexpr bool kUsualSoftcap = kSoftcapDegree > 1;  // tanh by one exponential i
 constexpr bool kPerRow = kHasRowTerms;              // logits need more than their scores
 // Features alone, which have a short form, see mma/logits.cuh.
 constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
-constexpr bool kShiftedLogits = kHasAlibi && !kHasSoftcap && kBiasDtype == 0 && !kHasMask;
+// Slopes alone are part of what products are added to, but where other instructions must not touch that.
+constexpr bool kShiftedLogits = kHasAlibi && !kHasSoftcap && kBiasDtype == 0 && !kHasMask && kProducers == 0;
 
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {

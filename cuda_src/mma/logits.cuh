@@ -39,10 +39,10 @@ __device__ __forceinline__ void hide_scores(const View& view, TileLogits& logits
     for (int r = 0; r < kRows; ++r) {
         // fence: few at a time
         __syncwarp();  // one row after the other: together they take more registers than there are
-        const ColumnRange visible = view.visible(r);
+        const ColumnRange visible = view.visible(r).counted_from(column_of(0, view.lane));
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            if (!visible.has(column_of(i, view.lane))) at(scores, r, i) = hidden;
+            if (!visible.has(column_of(i, 0))) at(scores, r, i) = hidden;
         }
         if constexpr (kPolynomialLogits) {
             __syncwarp();  // fence: few at a time

@@ -49,14 +49,17 @@ struct RowStates {
 template <bool kKeepNan>
 __device__ __forceinline__ RowValues largest_scores(Scores& scores) {
     RowValues largest;
+    const auto larger = [](float a, float b) { return kKeepNan ? maximum_or_nan(a, b) : maximum(a, b); };
+    constexpr int kChains = kRows > 2 ? 1 : 2;  // of each row: four in all, as one maximum waits for another
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        largest[r] = at(scores, r, 0);
+        float chains[kChains];
 #pragma unroll
-        for (int i = 1; i < kColumns; ++i) {
+        for (int i = 0; i < kColumns; ++i) {
             const float score = at(scores, r, i);
-            largest[r] = kKeepNan ? maximum_or_nan(largest[r], score) : maximum(largest[r], score);
+            chains[i % kChains] = i < kChains ? score : larger(chains[i % kChains], score);
         }
+        largest[r] = kChains == 1 ? chains[0] : larger(chains[0], chains[kChains - 1]);
     }
     return largest;
 }
@@ -89,11 +92,11 @@ __device__ __forceinline__ void exchange_maxima(RowValues& largest, Exchange& ex
     for (int r = 0; r < kRows; ++r) largest[r] = maximum(largest[r], maxima[1 - warp.share][row_of(r, warp.lane)]);
 }
 
-// Leaves in `maxima` the references of the rows' weights, given the largest score of the lane in each. O and the sums
-// are rescaled where one has been outgrown.
-__device__ __forceinline__ void follow_maxima(RowValues& maxima, RowValues largest, const TileLogits& logits,
-                                              float multiplier, RowStates& states, Output& o, Exchange& exchange,
-                                              const Warp& warp) {
+// Leaves in `maxima` the references of the rows' weights, given the largest score of the lane in each. Where one has
+// been outgrown, the sums follow; O has to be multiplied by `factors` then.
+__device__ __forceinline__ bool follow_maxima(RowValues& maxima, RowValues largest, const TileLogits& logits,
+                                              float multiplier, RowStates& states, RowValues& factors,
+                                              Exchange& exchange, const Warp& warp) {
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -101,17 +104,24 @@ __device__ __forceinline__ void follow_maxima(RowValues& maxima, RowValues large
         // right either way: maxima may grow at any time
         outgrown |= (largest[r] - maxima[r]) * multiplier > kSlackBits;
     }
-    if (!warp.any(outgrown)) return;  // right either way: maxima may grow at any time
+    if (!warp.any(outgrown)) return false;  // right either way: maxima may grow at any time
     if constexpr (kWarpsPerRow > 1) exchange_maxima(largest, exchange, warp);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float factor = exp2_approximate((maxima[r] - finite_maximum(largest[r])) * multiplier);
-        states.row_sum[r] *= factor;
-#pragma unroll
-        for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= factor;
+        factors[r] = exp2_approximate((maxima[r] - finite_maximum(largest[r])) * multiplier);
+        states.row_sum[r] *= factors[r];
     }
     maxima = largest;
     states.set_maxima(maxima, warp);
+    return true;
+}
+
+__device__ __forceinline__ void rescale(Output& o, const RowValues& factors) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+#pragma unroll
+        for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= factors[r];
+    }
 }
 
 }  // namespace cuflash

@@ -11,42 +11,49 @@ constexpr float kLargeReference = 1 << 12;
 // value.
 constexpr bool kExactReference = sizeof(OutElement) > 2;
 
-// What is added to each row's scores in the exponential: the reference, in bits. Where it is large, it has been
-// subtracted from the scores themselves.
-__device__ __forceinline__ RowValues subtract_references(Scores& scores, TileLogits& logits, RowValues& maxima,
-                                                         float multiplier) {
-    RowValues offsets;
+// What the weights of a tile are relative to.
+struct References {
+    RowValues maxima;   // in units of logits
+    RowValues offsets;  // what is added to each row's scores in the exponential: the reference, in bits
+    bool are_large;     // they are subtracted from the scores themselves
+};
+
+__device__ __forceinline__ References references_of(RowValues maxima, const TileLogits& logits, float multiplier) {
+    References references;
     float largest_reference = 0;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        maxima[r] = finite_maximum(maxima[r]);
-        const float offset = (kShiftedLogits ? logits.shift[r] : 0.0f) - maxima[r];
-        offsets[r] = multiply_add(offset, multiplier, kReferenceBits);
-        largest_reference = maximum(largest_reference, absolute(offsets[r]));
-        if (kShiftedLogits) largest_reference = maximum(largest_reference, absolute(maxima[r] * multiplier));
+        references.maxima[r] = finite_maximum(maxima[r]);
+        const float offset = (kShiftedLogits ? logits.shift[r] : 0.0f) - references.maxima[r];
+        references.offsets[r] = multiply_add(offset, multiplier, kReferenceBits);
+        largest_reference = maximum(largest_reference, absolute(references.offsets[r]));
+        if (kShiftedLogits) largest_reference = maximum(largest_reference, absolute(references.maxima[r] * multiplier));
     }
     // right either way: exact is right for all, if slower
-    if (kExactReference || (!kPolynomialLogits && largest_reference > kLargeReference)) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            offsets[r] = kReferenceBits;
-#pragma unroll
-            for (int i = 0; i < kColumns; ++i) {
-                float& score = at(scores, r, i);
-                // These round as they did for the maximum.
-                if (kPolynomialLogits) score = multiply_subnormal(score, logits.factor(score));
-                if (kShiftedLogits) score += logits.shift[r];
-                score -= maxima[r];
-            }
-        }
-    }
-    return offsets;
+    references.are_large = !kPolynomialLogits && largest_reference > kLargeReference;
+    return references;
 }
 
-// Scores become weights relative to the references in `maxima`, and join the sums of their rows.
-__device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& logits, RowValues& maxima,
+__device__ __forceinline__ void subtract_references(Scores& scores, TileLogits& logits, References& references) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        references.offsets[r] = kReferenceBits;
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            float& score = at(scores, r, i);
+            // These round as they did for the maximum.
+            if (kPolynomialLogits) score = multiply_subnormal(score, logits.factor(score));
+            if (kShiftedLogits) score += logits.shift[r];
+            score -= references.maxima[r];
+        }
+    }
+}
+
+// Scores become weights relative to references, and join the sums of their rows.
+__device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& logits, References references,
                                                   float multiplier, RowValues& row_sum) {
-    const RowValues offsets = subtract_references(scores, logits, maxima, multiplier);
+    // right either way: exact is right for all, if slower
+    if (kExactReference || references.are_large) subtract_references(scores, logits, references);
 #pragma unroll
     for (float& factor : logits.odd) factor *= multiplier;
 #pragma unroll
@@ -56,7 +63,7 @@ __device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& lo
         for (int i = 0; i < kColumns; ++i) {
             float& score = at(scores, r, i);
             const float factor = kPolynomialLogits && !kExactReference ? logits.factor(score) : multiplier;
-            score = exp2_approximate(multiply_add(score, factor, offsets[r]));
+            score = exp2_approximate(multiply_add(score, factor, references.offsets[r]));
             sums[i % 2] += score;
         }
         row_sum[r] += sums[0] + sums[1];

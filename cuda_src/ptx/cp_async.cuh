@@ -5,13 +5,17 @@
 
 namespace cuflash {
 
-// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read). Both addresses on 16-byte
-// boundaries. Visible to this thread after cp_async_wait(), to the block after a barrier behind that. (sm_80 and
-// newer.)
-__device__ __forceinline__ void cp_async_16(SharedAddress target, const void* source, bool valid) {
-    const int num_bytes = valid ? 16 : 0;
+// Copies the first `num_bytes` of 16 bytes, all or none, and writes zero bytes for the others. Both addresses on
+// 16-byte boundaries. Visible to this thread after cp_async_wait(), to the block after a barrier behind that. (sm_80
+// and newer.)
+__device__ __forceinline__ void cp_async_bytes(SharedAddress target, const void* source, int num_bytes) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(num_bytes)
                  : "memory");
+}
+
+// Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read).
+__device__ __forceinline__ void cp_async_16(SharedAddress target, const void* source, bool valid) {
+    cp_async_bytes(target, source, valid ? 16 : 0);
 }
 
 // The same if `wanted`, without a branch: one between the products of a loop would separate them.

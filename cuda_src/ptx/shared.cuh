@@ -15,6 +15,11 @@ __device__ __forceinline__ int unknown(int value) {
     return value;
 }
 
+__device__ __forceinline__ const char* unknown(const char* value) {
+    asm volatile("" : "+l"(value));
+    return value;
+}
+
 // 0, which the compiler does not know: what is computed with it seems to depend on what it is combined with.
 __device__ __forceinline__ int unknown_zero() {
     int zero;

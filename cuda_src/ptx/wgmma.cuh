@@ -7,27 +7,29 @@
 
 namespace cuflash {
 
-// Where B lies in shared memory: 8 x 8 matrices, each of eight times 16 bytes.
+// Where an operand lies in shared memory: 8 x 8 matrices, each of eight times 16 bytes. Only the lower half of its
+// description depends on the address.
 struct SharedMatrix {
-    unsigned long long bits;
+    unsigned int low, high;
 
     // Rows of columns of B, 128 bytes each, eight of them on a 1024-byte boundary, 16-byte pieces swizzled: piece p of
     // row r is at p ^ r % 8. Eight rows are `stride` bytes from the next eight. Where rows of B are contiguous instead,
-    // 64 of its columns are `leading` bytes from the next 64.
-    static __device__ __forceinline__ SharedMatrix swizzled(SharedAddress address, int stride, int leading = 16) {
-        return {part(address & 0x3ffff, 0) | part(leading, 16) | part(stride, 32) | 1ull << 62};
+    // 64 of its columns are `leading` bytes from the next 64. (Rows of A are as columns of B.)
+    static __device__ __forceinline__ SharedMatrix swizzled(SharedAddress address, unsigned int stride,
+                                                            unsigned int leading = 16) {
+        return {address >> 4 | leading >> 4 << 16, stride >> 4 | 1u << 30};
     }
     // Columns of B in matrices of 8 x 8 elements, one behind the other: those of the same columns are `leading` bytes
     // apart, eight columns `stride` bytes.
-    static __device__ __forceinline__ SharedMatrix plain(SharedAddress address, int leading, int stride) {
-        return {part(address & 0x3ffff, 0) | part(leading, 16) | part(stride, 32)};
+    static __device__ __forceinline__ SharedMatrix plain(SharedAddress address, unsigned int leading,
+                                                         unsigned int stride) {
+        return {address >> 4 | leading >> 4 << 16, stride >> 4};
     }
     // The same, `bytes` further on.
-    __device__ __forceinline__ SharedMatrix at(int bytes) const { return {bits + (bytes >> 4)}; }
+    __device__ __forceinline__ SharedMatrix at(unsigned int bytes) const { return {low + (bytes >> 4), high}; }
 
-  private:
-    static __device__ __forceinline__ unsigned long long part(unsigned int bytes, int shift) {
-        return static_cast<unsigned long long>(bytes >> 4) << shift;
+    __device__ __forceinline__ unsigned long long bits() const {
+        return static_cast<unsigned long long>(high) << 32 | low;
     }
 };
 
@@ -52,68 +54,82 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 #define CUFLASH_TILE(t) "+f"(d[t][0]), "+f"(d[t][1]), "+f"(d[t][2]), "+f"(d[t][3])
 #define CUFLASH_TILES_4(t) CUFLASH_TILES_2(t), CUFLASH_TILES_2(t + 2)
 #define CUFLASH_TILES_8(t) CUFLASH_TILES_4(t), CUFLASH_TILES_4(t + 4)
-#define CUFLASH_WGMMA_16(type, ...)                                                                                 \
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %13, 0; wgmma.mma_async.sync.aligned.m64n16k16.f32." type "." type \
-                 " {"                                                                                               \
-                 "%0, %1, %2, %3, %4, %5, %6, %7}, "                                                                \
-                 "{%8, %9, %10, %11}, %12, p, 1, 1, %14; }"                                                         \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "n"(kAdd), "n"(kRows))
-#define CUFLASH_WGMMA_32(type, ...)                                                                                 \
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %21, 0; wgmma.mma_async.sync.aligned.m64n32k16.f32." type "." type \
-                 " {"                                                                                               \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "                          \
-                 "{%16, %17, %18, %19}, %20, p, 1, 1, %22; }"                                                       \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "n"(kAdd), "n"(kRows))
-#define CUFLASH_WGMMA_48(type, ...)                                                                                 \
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %29, 0; wgmma.mma_async.sync.aligned.m64n48k16.f32." type "." type \
-                 " {"                                                                                               \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                           \
-                 "%16, %17, %18, %19, %20, %21, %22, %23}, "                                                        \
-                 "{%24, %25, %26, %27}, %28, p, 1, 1, %30; }"                                                       \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "n"(kAdd), "n"(kRows))
-#define CUFLASH_WGMMA_64(type, ...)                                                                                 \
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %37, 0; wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type \
-                 " {"                                                                                               \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                           \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                \
-                 "{%32, %33, %34, %35}, %36, p, 1, 1, %38; }"                                                       \
-                 : __VA_ARGS__                                                                                      \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "n"(kAdd), "n"(kRows))
-#define CUFLASH_WGMMA_128(type, ...)                                                                                 \
-    asm volatile("{ .reg .pred p; setp.ne.s32 p, %69, 0; wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type \
-                 " {"                                                                                                \
-                 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                            \
-                 "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                  \
-                 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                  \
-                 "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "                 \
-                 "{%64, %65, %66, %67}, %68, p, 1, 1, %70; }"                                                        \
-                 : __VA_ARGS__                                                                                       \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits), "n"(kAdd), "n"(kRows))
+#define CUFLASH_TILES_16(t) CUFLASH_TILES_8(t), CUFLASH_TILES_8(t + 8)
+#define CUFLASH_NAMES_8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define CUFLASH_NAMES_16 CUFLASH_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define CUFLASH_NAMES_24 CUFLASH_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define CUFLASH_NAMES_32 CUFLASH_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define CUFLASH_NAMES_48 \
+    CUFLASH_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define CUFLASH_NAMES_64 \
+    CUFLASH_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUFLASH_NAMES_80 \
+    CUFLASH_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define CUFLASH_NAMES_96 \
+    CUFLASH_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define CUFLASH_NAMES_112 \
+    CUFLASH_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define CUFLASH_NAMES_128                                                                                            \
+    CUFLASH_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
+                      "%127"
+// An instruction of either type; `behind` are its operands behind those of D.
+#define CUFLASH_ISSUE(columns, names, add, behind, ...)                                          \
+    if constexpr (kBfloat16) CUFLASH_ISSUE_OF("bf16", columns, names, add, behind, __VA_ARGS__); \
+    else CUFLASH_ISSUE_OF("f16", columns, names, add, behind, __VA_ARGS__)
+#define CUFLASH_ISSUE_OF(type, columns, names, add, behind, ...)                                         \
+    asm volatile("{ .reg .pred p; setp.ne.s32 p, " add ", 0; wgmma.mma_async.sync.aligned.m64n" #columns \
+                 "k16.f32." type "." type " {" names "}, " behind "; }"                                  \
+                 : __VA_ARGS__)
+#define CUFLASH_FROM_REGISTERS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b.bits()), "n"(kAdd), "n"(kRows)
+#define CUFLASH_FROM_MEMORY "l"(a.bits()), "l"(b.bits()), "n"(kAdd), "n"(kRows)
 
 // D and A 64 x kColumns and 64 x 16 of float16 or bfloat16. B has 16 rows, its columns contiguous or, with kRows, its
 // rows. Without kAdd D is written, not added to.
 template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
 __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatrix b) {
     if constexpr (kTiles == 2) {
-        if constexpr (kBfloat16) CUFLASH_WGMMA_16("bf16", CUFLASH_TILES_2(0));
-        else CUFLASH_WGMMA_16("f16", CUFLASH_TILES_2(0));
+        CUFLASH_ISSUE(16, CUFLASH_NAMES_8, "%13", "{%8, %9, %10, %11}, %12, p, 1, 1, %14",
+                      CUFLASH_TILES_2(0) : CUFLASH_FROM_REGISTERS);
     } else if constexpr (kTiles == 4) {
-        if constexpr (kBfloat16) CUFLASH_WGMMA_32("bf16", CUFLASH_TILES_4(0));
-        else CUFLASH_WGMMA_32("f16", CUFLASH_TILES_4(0));
+        CUFLASH_ISSUE(32, CUFLASH_NAMES_16, "%21", "{%16, %17, %18, %19}, %20, p, 1, 1, %22",
+                      CUFLASH_TILES_4(0) : CUFLASH_FROM_REGISTERS);
     } else if constexpr (kTiles == 6) {
-        if constexpr (kBfloat16) CUFLASH_WGMMA_48("bf16", CUFLASH_TILES_4(0), CUFLASH_TILES_2(4));
-        else CUFLASH_WGMMA_48("f16", CUFLASH_TILES_4(0), CUFLASH_TILES_2(4));
+        CUFLASH_ISSUE(48, CUFLASH_NAMES_24, "%29", "{%24, %25, %26, %27}, %28, p, 1, 1, %30", CUFLASH_TILES_4(0),
+                      CUFLASH_TILES_2(4) : CUFLASH_FROM_REGISTERS);
     } else if constexpr (kTiles == 8) {
-        if constexpr (kBfloat16) CUFLASH_WGMMA_64("bf16", CUFLASH_TILES_8(0));
-        else CUFLASH_WGMMA_64("f16", CUFLASH_TILES_8(0));
+        CUFLASH_ISSUE(64, CUFLASH_NAMES_32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38",
+                      CUFLASH_TILES_8(0) : CUFLASH_FROM_REGISTERS);
+    } else if constexpr (kTiles == 12) {
+        CUFLASH_ISSUE(96, CUFLASH_NAMES_48, "%53", "{%48, %49, %50, %51}, %52, p, 1, 1, %54", CUFLASH_TILES_8(0),
+                      CUFLASH_TILES_4(8) : CUFLASH_FROM_REGISTERS);
     } else if constexpr (kTiles == 16) {
-        if constexpr (kBfloat16) CUFLASH_WGMMA_128("bf16", CUFLASH_TILES_8(0), CUFLASH_TILES_8(8));
-        else CUFLASH_WGMMA_128("f16", CUFLASH_TILES_8(0), CUFLASH_TILES_8(8));
+        CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%69", "{%64, %65, %66, %67}, %68, p, 1, 1, %70",
+                      CUFLASH_TILES_16(0) : CUFLASH_FROM_REGISTERS);
+    } else if constexpr (kTiles == 24) {
+        CUFLASH_ISSUE(192, CUFLASH_NAMES_96, "%101", "{%96, %97, %98, %99}, %100, p, 1, 1, %102", CUFLASH_TILES_16(0),
+                      CUFLASH_TILES_8(16) : CUFLASH_FROM_REGISTERS);
+    } else if constexpr (kTiles == 32) {
+        CUFLASH_ISSUE(256, CUFLASH_NAMES_128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134",
+                      CUFLASH_TILES_16(0), CUFLASH_TILES_16(16) : CUFLASH_FROM_REGISTERS);
     }
-    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8 || kTiles == 16);
+    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8 || kTiles == 12 || kTiles == 16 ||
+                  kTiles == 24 || kTiles == 32);
+}
+
+// The same with A in shared memory, its rows contiguous.
+template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
+__device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, SharedMatrix b) {
+    if constexpr (kTiles == 8) {
+        CUFLASH_ISSUE(64, CUFLASH_NAMES_32, "%34", "%32, %33, p, 1, 1, 0, %35",
+                      CUFLASH_TILES_8(0) : CUFLASH_FROM_MEMORY);
+    } else if constexpr (kTiles == 12) {
+        CUFLASH_ISSUE(96, CUFLASH_NAMES_48, "%50", "%48, %49, p, 1, 1, 0, %51", CUFLASH_TILES_8(0),
+                      CUFLASH_TILES_4(8) : CUFLASH_FROM_MEMORY);
+    } else if constexpr (kTiles == 16) {
+        CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67",
+                      CUFLASH_TILES_16(0) : CUFLASH_FROM_MEMORY);
+    }
+    static_assert(kTiles == 8 || kTiles == 12 || kTiles == 16);
 }
 
 }  // namespace cuflash

@@ -131,6 +131,8 @@ class Resources(NamedTuple):
     stack_bytes: int
     seconds: float
     """Processor time that compiling took: unlike time on the clock, the same on a busy machine."""
+    serializes: bool
+    """Whether the assembler has products of warpgroups wait for one another (its notes C7508 to C7515)."""
 
 
 def compile_offline(program: Program, arch: str, extra_source: str = "") -> Resources:
@@ -165,7 +167,8 @@ def parse_resources(log: str, seconds: float) -> Resources:
         raise KernelCompileError(f"the compiler's log names no registers:\n{log}")
     spills = sum(int(number) for number in re.findall(r"(\d+) bytes spill", log))
     stack = re.search(r"(\d+) bytes stack frame", log)
-    return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds)
+    serializes = re.search(r"\bC75(0[89]|1[0-5])\b", log) is not None
+    return Resources(int(registers[1]), spills, int(stack[1]) if stack else 0, seconds, serializes)
 
 
 def compile_core(programs: list[Program], device_id: int, arch: str) -> None:

@@ -195,9 +195,9 @@ def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Buil
         if len(_builds) >= CACHE_SIZE:
             _builds.clear()
         specs = [choose_row(KERNELS, traits, device, settings)]
-        if specs[0].yields and not settings.kernel and not settings.tile:
-            later = KERNELS[KERNELS.index(specs[0]) + 1 :]
-            specs += [spec for spec in later if spec.refusal(traits, device) is None]
+        if not settings.kernel and not settings.tile:
+            others = [spec for spec in KERNELS if spec.name in specs[0].yields_to]
+            specs += [spec for spec in others if spec.refusal(traits, device) is None]
         builds = _builds[key] = [Build(spec, traits, device, settings) for spec in specs]
     return builds
 

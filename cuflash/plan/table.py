@@ -40,6 +40,15 @@ from .tiles_float64 import (
 from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
 from .tiles_points import points_bucket, points_cost, points_min_blocks, points_shared_memory, points_tiles
 from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
+from .tiles_wgmma import (
+    wgmma_bucket,
+    wgmma_cost,
+    wgmma_limits,
+    wgmma_macros,
+    wgmma_min_blocks,
+    wgmma_shared_memory,
+    wgmma_tiles,
+)
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
 CPU_KERNEL = "cpu"
@@ -93,8 +102,8 @@ class KernelSpec(NamedTuple):
     """Whether small scores are capped by a polynomial, whose degree the kernel is compiled for."""
     preparing: Preparing | None = None
     """What makes keys and values ready for tiles that want that."""
-    yields: bool = False
-    """Whether a later row serves the call where the cost model expects less time of that: few queries, for one."""
+    yields_to: tuple[str, ...] = ()
+    """Later rows that serve the call where the cost model expects less time of them: few queries, for one."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -130,6 +139,27 @@ class KernelSpec(NamedTuple):
 
 KERNELS = (
     KernelSpec(
+        name="forward_wgmma",
+        summary="tensor cores of Hopper through wgmma: float16 and bfloat16 on sm_90",
+        operations=("attention", "attention_varlen"),
+        dtypes=("float16", "bfloat16"),
+        features=FEATURES - {"bias", "mask"},
+        min_compute_capability=90,
+        max_head_dim=256,
+        head_dim_bucket=wgmma_bucket,
+        tiles=wgmma_tiles,
+        shared_memory=wgmma_shared_memory,
+        min_blocks=wgmma_min_blocks,
+        cost=wgmma_cost,
+        capabilities=(90,),
+        limits=wgmma_limits,
+        starved_rows=192,
+        macros=wgmma_macros,
+        caps_by_polynomial=True,
+        yields_to=("forward_mma",),
+        rounds_weights=True,
+    ),
+    KernelSpec(
         name="forward_mma",
         summary="tensor cores through mma.sync: float16 and bfloat16 from sm_80",
         operations=("attention", "attention_varlen", "attention_lse"),
@@ -162,7 +192,7 @@ KERNELS = (
         cost=float32_cost,
         macros=float32_macros,
         preparing=Preparing("prepare_pairs", float32_prepared_row, float32_preparing_memory, float32_preparing_macros),
-        yields=True,
+        yields_to=("forward_wmma", "forward_points", "forward_scalar"),
         rounds_weights=True,
     ),
     KernelSpec(

@@ -154,7 +154,8 @@ def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
 
 
 LOCAL_BYTES = {
-    "forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2), "precise_float64": 8 * (66 + 2),
+    "forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2), "forward_wgmma": 4 * (128 + 2),
+    "precise_float64": 8 * (66 + 2),
     "precise_float32": 4 * (130 + 2 + 64) + 16,
     "forward_points": 2 * 4 * 4 * (17 + 1),
 }  # fmt: skip
@@ -167,6 +168,7 @@ def check_resources(name: str, resources: Resources) -> None:
     if "odd_bytes" not in name:
         allowed = LOCAL_BYTES.get(name.split()[0], 0)
         assert resources.stack_bytes <= allowed, f"{name} uses {resources.stack_bytes} bytes of local memory"
+    assert not resources.serializes, f"{name} has products of warpgroups wait for one another"
     assert resources.seconds < SECONDS_PER_KERNEL, f"{name} took {resources.seconds:.1f} s to compile"
 
 

@@ -131,16 +131,16 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
-bfloat16 D=64, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
+bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
-bfloat16 D=128 causal, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2, 64 at once
+float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1, 8 at once
 float32 D=128 causal, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x3, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_float64, 64x16/256, grid 4096, 221856 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -168,11 +168,11 @@ float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_mma, 128x64x2/128, grid 2048, 74720 B, batch 0:4, D 80/80, align 16, x2
-float16 D=96, forward_mma, 128x64x2/128, grid 2048, 87008 B, batch 0:4, D 96/96, align 16, x2
-float16 D=112, forward_mma, 128x64x2/128, grid 2048, 111584 B, batch 0:4, D 128/128, align 16, x2
-float16 D=160, forward_mma, 128x64x2/256, grid 2048, 155856 B, batch 0:4, D 160/160, align 16, x1
-float16 D=192, forward_mma, 128x64x2/256, grid 2048, 180432 B, batch 0:4, D 192/192, align 16, x1
+float16 D=80, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 96/96, align 16, x1
+float16 D=96, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 96/96, align 16, x1
+float16 D=112, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1
+float16 D=160, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
+float16 D=192, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
@@ -197,12 +197,12 @@ float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 51
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
-D=192 Dv=128, forward_mma, 128x32x2/128, grid 512, 101280 B, batch 0:4, D 192/128, align 16, x2
-D=64 Dv=128, forward_mma, 128x32x2/128, grid 512, 68512 B, batch 0:4, D 64/128, align 16, x2
-D=256 Dv=64, forward_mma, 128x64x2/256, grid 512, 160736 B, batch 0:4, D 256/64, align 16, x1
+D=192 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 222208 B, batch 0:4, D 192/128, align 16, x1
+D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 140288 B, batch 0:4, D 64/128, align 16, x1
+D=256 Dv=64, forward_wgmma, 128x96x2/384, grid 512, 197632 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
-GQA, many queries, forward_mma, 128x64x2/128, grid 8192, 111584 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x2
-MQA 7 rows, forward_mma, 64x64x2/128, grid 256, splits 8, 90848 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x2
+GQA, many queries, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+MQA 7 rows, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_mma, 32x64x2/64, grid 256, 80480 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
@@ -214,7 +214,7 @@ no queries, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:2, D 64/64, align
 no keys, forward_mma, 64x64x2/128, grid 8, 49888 B, batch 0:2, D 64/64, align 16, x3
 no batch, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:0, D 64/64, align 16, x3
 no heads, forward_mma, 64x32x2/128, grid 0, 31392 B, batch 0:2, D 64/64, align 16, x3
-(B, N, H, D) swapped, forward_mma, 128x64x2/128, grid 512, 62432 B, batch 0:4, D 64/64, align 16, x2
+(B, N, H, D) swapped, forward_wgmma, 192x128x2/512, grid 384, 104448 B, batch 0:4, D 64/64, align 16, x1
 three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
 batch of q broadcast, forward_mma, 64x64x2/128, grid 72, 49888 B, batch 0:9, D 64/64, align 16, x3
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
@@ -226,9 +226,9 @@ softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/6
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
-out_dtype, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, out=float32
-varlen, forward_mma, 128x64x2/128, grid 1184, 62432 B, D 64/64, align 16, x2, varlen
+sinks alibi_slopes, forward_wgmma, 128x128x2/384, grid 2048, 91136 B, batch 0:4, D 64/64, align 16, x1
+out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1, out=float32
+varlen, forward_wgmma, 192x128x2/512, grid 832, 104448 B, D 64/64, align 16, x1, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, varlen
 varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, varlen

@@ -69,8 +69,8 @@ def test_kernels() -> None:
 
 
 def _first_row(capability: int) -> str:
-    """Name of the row that serves a plain float16 call."""
-    x = np.empty((2, 100, 64), np.float16)
+    """Name of the row that serves a plain float16 call, of many keys."""
+    x = np.empty((64, 4096, 64), np.float16)
     return cuflash.explain(cuflash.attention, x, x, x, device=capability).kernel
 
 
@@ -292,7 +292,7 @@ def test_numpy_arrays_have_no_source() -> None:
         (["--q", "2,5,8", "--window", "3"], "ValueError: window has 1 entries"),
         (["--q", "2,5,8", "--softcap", "0"], "ValueError: softcap is 0.0"),
         (["--q", "2,5,8", "--scale", "1e31"], "ValueError: scale is 1e+31, expected at most"),
-        (["--q", "2,5,8", "--kernel", "foo"], "ValueError: kernel is 'foo', expected one of forward_mma"),
+        (["--q", "2,5,8", "--kernel", "foo"], "ValueError: kernel is 'foo', expected one of forward_wgmma"),
         (["--q", "2,5,8", "--tile", "banana"], "ValueError: tile is 'banana', expected rows x keys"),
         (["--q", "2,5,8", "--precision", "tf32"], "ValueError: precision='tf32' is for float32 arrays"),
         (["--q", "2,5,8", "--sinks", "3"], "ValueError: sinks has shape (3,), expected one that broadcasts to (2,)"),

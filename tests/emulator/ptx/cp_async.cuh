@@ -9,6 +9,10 @@ inline void cp_async_16(void* shared_target, const void* source, bool valid) {
     cpu_cuda_copy_async(shared_target, source, 16, valid);
 }
 
+inline void cp_async_bytes(void* shared_target, const void* source, int num_bytes) {
+    cp_async_16(shared_target, source, num_bytes != 0);
+}
+
 inline void cp_async_16_if(bool wanted, void* shared_target, const void* source, bool valid) {
     if (wanted) cp_async_16(shared_target, source, valid);
 }

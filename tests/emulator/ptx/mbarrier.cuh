@@ -1,6 +1,7 @@
 // cuda_src/ptx/mbarrier.cuh on the CPU.
 #pragma once
 
+#include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
 namespace cuflash {
@@ -15,6 +16,11 @@ inline void mbarrier_init(Mbarrier& barrier, int num_warps) {
 }
 
 inline void mbarrier_arrive(Mbarrier& barrier) { cpu_cuda_mbarrier_arrive(&barrier); }
+
+inline void mbarrier_arrive_with_copies(Mbarrier& barrier) {
+    cp_async_wait();
+    mbarrier_arrive(barrier);
+}
 
 inline void mbarrier_wait(Mbarrier& barrier, int phase) { cpu_cuda_mbarrier_wait(&barrier, phase & 1); }
 

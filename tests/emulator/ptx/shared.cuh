@@ -7,6 +7,7 @@ using SharedAddress = char*;
 
 inline SharedAddress shared_address(void* shared) { return static_cast<char*>(shared); }
 inline int unknown(int value) { return value; }
+inline const char* unknown(const char* value) { return value; }
 inline int unknown_zero() { return 0; }
 inline unsigned int thread_index_again() { return threadIdx.x; }
 

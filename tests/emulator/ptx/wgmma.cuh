@@ -36,7 +36,7 @@ struct SharedMatrix {
 struct WgmmaResult {
     float (*registers)[4];
     int num_tiles, group;
-    float tiles[16][4];
+    float tiles[32][4];
 };
 struct WgmmaThread {
     unsigned int block;
@@ -76,17 +76,35 @@ CUFLASH_UNCHECKED inline void wgmma_wait(float (&)[kTiles][4]) {
 
 inline void fence_async_proxy() {}
 
+// The right operand of a warp's product, which one of its lanes reads.
+template <bool kRows, int kTiles>
+struct WgmmaRight {
+    unsigned short columns[kTiles * 8][16];
+};
+template <bool kRows, int kTiles>
+CUFLASH_UNCHECKED inline const WgmmaRight<kRows, kTiles>& wgmma_right(SharedMatrix b) {
+    using Right = WgmmaRight<kRows, kTiles>;
+    static Right rights[32];
+    struct Input {
+        SharedMatrix b;
+        Right* right;
+    };
+    const Input input = {b, &rights[threadIdx.x / 32]};
+    for (int column = static_cast<int>(threadIdx.x % 32); column < kTiles * 8; column += 32) {
+        for (int row = 0; row < 16; ++row) cpu_cuda_read(b.element(row, column, kRows), 2);
+    }
+    cpu_cuda_collective("wgmma", &input, nullptr, false, [](const void* const* inputs, void* const*) {
+        const Input& first = *static_cast<const Input*>(inputs[0]);
+        for (int column = 0; column < kTiles * 8; ++column) {
+            for (int row = 0; row < 16; ++row) first.right->columns[column][row] = *first.b.element(row, column, kRows);
+        }
+    });
+    return rights[threadIdx.x / 32];
+}
+
 template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
 CUFLASH_UNCHECKED inline void wgmma(float (&d)[kTiles][4], const unsigned int (&a)[4], SharedMatrix b) {
-    // Lanes look at the columns of B in turn, and all have them then.
-    unsigned short matrix[kTiles * 8][16];
-    for (int column = 0; column < kTiles * 8; ++column) {
-        for (int row = 0; row < 16; ++row) {
-            const unsigned short* const element = b.element(row, column, kRows);
-            if (column % 32 == static_cast<int>(threadIdx.x % 32)) cpu_cuda_read(element, 2);
-            matrix[column][row] = *element;
-        }
-    }
+    const auto& matrix = wgmma_right<kRows, kTiles>(b).columns;
     WgmmaThread& thread = wgmma_thread();
     int at = 0;
     while (at < thread.num_results && thread.results[at].registers != d) ++at;
@@ -113,6 +131,19 @@ CUFLASH_UNCHECKED inline void wgmma(float (&d)[kTiles][4], const unsigned int (&
         mma_m16n8k16<kBfloat16>(sums, a, right);
         for (int e = 0; e < 4; ++e) result.tiles[tile][e] = sums[e];
     }
+}
+
+template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
+CUFLASH_UNCHECKED inline void wgmma(float (&d)[kTiles][4], SharedMatrix left, SharedMatrix b) {
+    unsigned int a[4];
+    for (int i = 0; i < 4; ++i) {
+        const int row = static_cast<int>(threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4) + i % 2 * 8;
+        const int feature = static_cast<int>(threadIdx.x % 4) * 2 + i / 2 * 8;
+        const unsigned short* const pair = left.element(feature, row, false);
+        cpu_cuda_read(pair, 4);
+        a[i] = pair[0] | static_cast<unsigned int>(pair[1]) << 16;
+    }
+    wgmma<kBfloat16, kRows, kAdd>(d, a, b);
 }
 
 }  // namespace cuflash

@@ -1,0 +1,55 @@
+// Rows in shared memory as warpgroups multiply them: panels of 64 features, swizzled, and how they get there.
+#pragma once
+
+#include "common/numeric.cuh"
+#include "ptx/cp_async.cuh"
+#include "ptx/wgmma.cuh"
+
+namespace cuflash {
+
+template <int kNumRows, int kWidth>
+struct alignas(1024) Panels {
+    static constexpr int kRowBytes = 128, kPanelBytes = kNumRows * kRowBytes, kCount = (kWidth + 63) / 64;
+    Element rows[kCount][kNumRows][64];
+
+    // Rows as columns of a right operand, or rows of a left one: 16 features, those of a step.
+    __device__ __forceinline__ SharedMatrix features(int step) {
+        return SharedMatrix::swizzled(shared_address(rows), 8 * kRowBytes).at(step / 4 * kPanelBytes + step % 4 * 32);
+    }
+    // Rows as rows of a right operand, features as its columns: 16 rows, those of a step.
+    __device__ __forceinline__ SharedMatrix tokens(int step) {
+        return SharedMatrix::swizzled(shared_address(rows), 8 * kRowBytes, kPanelBytes).at(step * 16 * kRowBytes);
+    }
+};
+
+// Copies rows into panels, by the 128 threads of a warpgroup: what a thread knows of all tiles.
+template <int kWidth>
+struct PanelCopy {
+    static constexpr int kPanels = (kWidth + 63) / 64, kStep = 16;  // swizzles repeat every eight rows
+    long long stride;
+    int row, piece;          // the first 16 bytes that are the thread's
+    int num_bytes[kPanels];  // of them that the array has: all or none
+
+    __device__ __forceinline__ PanelCopy(long long stride, int num_features, int thread)
+        : stride(stride), row(thread / 8), piece(thread % 8) {
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) num_bytes[panel] = panel * 64 + piece * 8 < num_features ? 16 : 0;
+    }
+    // Rows from `num_rows` on become zeros; kWhole: there are none. With kReversed the last 16 come first.
+    template <bool kWhole, bool kReversed = false, int kNumRows>
+    __device__ __forceinline__ void load(Panels<kNumRows, kWidth>& target, const char* source, int num_rows) const {
+        const SharedAddress first = shared_address(&target.rows[0][row][0]) + (piece ^ row % 8) * 16;
+        source += row * stride + piece * 16;
+#pragma unroll
+        for (int i = 0; i < kNumRows; i += kStep) {
+            const int place = kReversed ? kNumRows - kStep - i : i;
+#pragma unroll
+            for (int panel = 0; panel < kPanels; ++panel)
+                cp_async_bytes(first + panel * target.kPanelBytes + place * target.kRowBytes, source + panel * 128,
+                               kWhole || row + i < num_rows ? num_bytes[panel] : 0);
+            source = unknown(source + kStep * stride);  // else all of a tile's would be kept, and spilled
+        }
+    }
+};
+
+}  // namespace cuflash

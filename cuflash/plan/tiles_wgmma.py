@@ -1,0 +1,97 @@
+"""Tiles of forward_wgmma.cu, and what they take of a multiprocessor."""
+
+from __future__ import annotations
+
+from ..problem.problem import Traits
+from .cost import Cost
+from .features import Macros
+from .tiles import TILE_MAP_BYTES, Device, Tile, round_up
+
+_BUCKETS = (64, 96, 128, 192, 256)
+_PRODUCERS = 128
+"""Threads that load."""
+
+
+def wgmma_bucket(head_dim: int) -> int:
+    """64, 96, 128, 192 or 256."""
+    return next((bucket for bucket in _BUCKETS if head_dim <= bucket), 0)
+
+
+def wgmma_limits(traits: Traits, device: Device) -> str | None:
+    """Say what else the kernel refuses."""
+    if not device.has_own_instructions:
+        return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
+    if traits.alignment < 16:
+        return "q, k, v or out have rows that begin on no 16-byte boundary"
+    if traits.alibi_slopes and traits.head_dim_v > 192:
+        return "alibi_slopes take more registers than values of more than 192 features leave"
+    return None
+
+
+def wgmma_macros(traits: Traits) -> Macros:
+    """What only forward_wgmma.cu is told."""
+    return (("PRODUCERS", _PRODUCERS),)
+
+
+def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
+    """Bytes of `SharedTiles` in forward_wgmma.cu."""
+    panels, panels_v = (round_up(wgmma_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))
+    pitch = max(panels, wgmma_bucket(traits.head_dim_v)) + 8
+    elements = tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
+    maxima, exchange = 64 * (tile.num_threads - _PRODUCERS) // 32, 128
+    barriers = 8 * (4 * tile.stages + tile.block_m // 64)
+    beside = tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 52 + barriers
+    return round_up(2 * elements + beside, 1024)
+
+
+# A warpgroup has 64 rows. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
+# 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower.
+_WGMMA_TILES = (
+    Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
+)  # fmt: skip
+
+COST = Cost(
+    product=2.03e-07,
+    weight=3.36e-05,
+    load=5.21e-07,
+    tile=0.182,
+    latency=0.354,
+    latency_load=4.65e-06,
+    copy=0,
+    exposed_copy=0,
+    block=6.76,
+    block_load=0.0101,
+    merge=4.18,
+    merge_split=0.0302,
+    merge_byte=2.53e-07,
+)
+
+
+def wgmma_cost(traits: Traits) -> Cost:
+    """Constants for the cost model."""
+    return COST
+
+
+def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
+    """Tiles that fit registers and shared memory: of equal rows the one with the most keys.
+
+    What fits the registers was found by compiling.
+    """
+
+    def fits(tile: Tile) -> bool:
+        # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
+        held = wgmma_bucket(traits.head_dim_v) // 2 + tile.block_n * 3 // 4
+        if tile.block_m == 192 and (wgmma_bucket(traits.head_dim) > 64 or traits.alibi_slopes):
+            return False
+        most = 128 if tile.block_m == 192 else 184
+        return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
+
+    by_rows: dict[int, Tile] = {}
+    for tile in filter(fits, _WGMMA_TILES):
+        by_rows.setdefault(tile.block_m, tile)
+    return list(by_rows.values())
+
+
+def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+    """One block has a multiprocessor for itself."""
+    return 1
