@@ -93,7 +93,7 @@ CASES: list[tuple[str, Problem, int]] = [
     ("D=256 Dv=64", dense(gpu((4, 16, 999, 256)), v=gpu((4, 16, 999, 64))), 90),
     ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
     ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
-    ("MQA 7 rows", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
+    ("MQA, 7", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
     ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
     *(
@@ -202,7 +202,7 @@ D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 140288 B, batch 0:4, D 64/1
 D=256 Dv=64, forward_wgmma, 128x96x2/384, grid 512, 197632 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_mma, 16x64x2/32, grid 384, splits 6, 75296 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x3
 GQA, many queries, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
-MQA 7 rows, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
+MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_mma, 32x64x2/64, grid 256, 80480 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
