@@ -168,6 +168,7 @@ struct RowWarp {
         if (!kPolynomialLogits || !tile.logits.is_polynomial) largest = largest_scores<false>(tile.scores);
         const bool outgrown = follow_maxima(tile.maxima, largest, tile.logits, multiplier, states, factors,
                                             shared.exchange, tile.view.warp);
+        // right either way: they are what they were
         if (outgrown) tile.references = references_of(tile.maxima, tile.logits, multiplier);
         scores_to_weights(tile.scores, tile.logits, tile.references, multiplier, states.row_sum);
         return outgrown;

@@ -78,7 +78,7 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     >>> import numpy as np, cuflash
     >>> x = np.empty((1, 16, 4096, 64), np.float16)
     >>> cuflash.explain(cuflash.attention, x, x, x, causal=True, device=90).kernel
-    'forward_mma'
+    'forward_wgmma'
     """
     problem, gpu, _ = _describe("explain", function, args, options, device)
     chosen = settings()

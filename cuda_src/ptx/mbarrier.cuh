@@ -17,17 +17,19 @@ __device__ __forceinline__ void mbarrier_init(Mbarrier& barrier, int num_warps) 
 
 // What the warp has read and written comes before what others do when they have waited for this phase.
 __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
-#if __CUDA_ARCH__ >= 900
-    __syncwarp();
-    // One lane for all of them: arrivals come one after another.
-    asm volatile("{ .reg .pred first; setp.eq.u32 first, %1, 0; @first mbarrier.arrive.shared.b64 _, [%0], 32; }" ::"r"(
-                     shared_address(&barrier)),
-                 "r"(threadIdx.x % 32)
-                 : "memory");
-#else
     asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(&barrier))
                  : "memory");
-#endif
+}
+
+// The same by one lane for all of them, as arrivals come one after another: for products that have been waited for
+// (sm_90).
+__device__ __forceinline__ void mbarrier_release(Mbarrier& barrier) {
+    __syncwarp();
+    asm volatile(
+        "{ .reg .pred first; setp.eq.u32 first, %1, 0; @first mbarrier.arrive.shared.b64 _, [%0], 32; }" ::"r"(
+            shared_address(&barrier)),
+        "r"(threadIdx.x % 32)
+        : "memory");
 }
 
 // Arrives when all copies that the warp has issued by cp.async are there. Who waits for this phase sees them.

@@ -24,7 +24,7 @@ struct Pipe {
     __device__ __forceinline__ void arrive_with_copies(int i) { mbarrier_arrive_with_copies(ready[i % kStages]); }
     // To be followed by fence_async_proxy(), before the products.
     __device__ __forceinline__ void wait_until_ready(int i) { mbarrier_wait(ready[i % kStages], i / kStages); }
-    __device__ __forceinline__ void release(int i) { mbarrier_arrive(released[i % kStages]); }
+    __device__ __forceinline__ void release(int i) { mbarrier_release(released[i % kStages]); }
 };
 
 // Warpgroups issue the products of a tile one after the other: one multiplies while others compute weights.
@@ -36,12 +36,13 @@ struct Turns {
 #pragma unroll
         for (int group = 0; group < kConsumers; ++group) mbarrier_init(over[group], 4);
     }
-    // right either way: products may be issued at any time
     __device__ __forceinline__ void wait(int group, int i) {
+        // right either way: products may be issued at any time
         if (group == 0) mbarrier_wait(over[kConsumers - 1], i - 1);
+        // right either way: products may be issued at any time
         else mbarrier_wait(over[group - 1], i);
     }
-    __device__ __forceinline__ void pass(int group) { mbarrier_arrive(over[group]); }
+    __device__ __forceinline__ void pass(int group) { mbarrier_release(over[group]); }
 };
 
 }  // namespace cuflash

@@ -17,6 +17,8 @@ inline void mbarrier_init(Mbarrier& barrier, int num_warps) {
 
 inline void mbarrier_arrive(Mbarrier& barrier) { cpu_cuda_mbarrier_arrive(&barrier); }
 
+inline void mbarrier_release(Mbarrier& barrier) { mbarrier_arrive(barrier); }
+
 inline void mbarrier_arrive_with_copies(Mbarrier& barrier) {
     cp_async_wait();
     mbarrier_arrive(barrier);
