@@ -25,11 +25,10 @@ __device__ __forceinline__ void mbarrier_arrive(Mbarrier& barrier) {
 // (sm_90).
 __device__ __forceinline__ void mbarrier_release(Mbarrier& barrier) {
     __syncwarp();
-    asm volatile(
-        "{ .reg .pred first; setp.eq.u32 first, %1, 0; @first mbarrier.arrive.shared.b64 _, [%0], 32; }" ::"r"(
-            shared_address(&barrier)),
-        "r"(threadIdx.x % 32)
-        : "memory");
+    asm volatile("{ .reg .pred first; setp.eq.u32 first, %1, 0; @first mbarrier.arrive.shared.b64 _, [%0], 32; }" ::"r"(
+                     shared_address(&barrier)),
+                 "r"(threadIdx.x % 32)
+                 : "memory");
 }
 
 // Arrives when all copies that the warp has issued by cp.async are there. Who waits for this phase sees them.
