@@ -69,10 +69,8 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
     CUFLASH_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define CUFLASH_NAMES_112 \
     CUFLASH_NAMES_96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define CUFLASH_NAMES_128                                                                              \
-    CUFLASH_NAMES_112                                                                                  \
-        ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
-        "%127"
+#define CUFLASH_NAMES_120 CUFLASH_NAMES_112 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define CUFLASH_NAMES_128 CUFLASH_NAMES_120 ", %120, %121, %122, %123, %124, %125, %126, %127"
 // An instruction of either type; `behind` are its operands behind those of D.
 #define CUFLASH_ISSUE(columns, names, add, behind, ...)                                          \
     if constexpr (kBfloat16) CUFLASH_ISSUE_OF("bf16", columns, names, add, behind, __VA_ARGS__); \
