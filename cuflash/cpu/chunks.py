@@ -8,7 +8,7 @@ import numpy as np
 
 from ..problem.gated import GatedProblem
 
-BLOCK = 16
+BLOCK = 8
 """Tokens whose triangular system is inverted; all sizes of chunks are multiples."""
 
 Array = np.ndarray[Any, Any]
@@ -139,7 +139,7 @@ def split(c: Array, dtype: Any) -> tuple[Array, Array | None]:
 def inverses_of_blocks(a: Array) -> Array:
     """Invert the blocks on the diagonal of 1 + A, where A is what lies below the diagonal of `a`.
 
-    Row by row, which is solving forward for the unit vectors. They are returned as (..., blocks, 16, 16).
+    Row by row, which is solving forward for the unit vectors. They are returned as (..., blocks, BLOCK, BLOCK).
     """
     *lead, size, _ = a.shape
     num_blocks = size // BLOCK
@@ -156,11 +156,14 @@ def inverses_of_blocks(a: Array) -> Array:
 
 
 def solve(a: Array, inverses: Array, x: Array) -> None:
-    """Replace x by (1 + A)^-1 x, where A is what lies below the diagonal of `a`."""
+    """Replace x by (1 + A)^-1 x, where A is what lies below the diagonal of `a`.
+
+    A block that is found is taken from all rows below it at once: sums over many blocks, where large numbers cancel
+    each other, would be rounded independently in each row, and what follows multiplies such differences.
+    """
     for block in range(inverses.shape[-3]):
         begin = block * BLOCK
-        rows = slice(begin, begin + BLOCK)
-        right = x[..., rows, :]
-        if begin:
-            right = right - a[..., rows, :begin] @ x[..., :begin, :]
-        x[..., rows, :] = inverses[..., block, :, :] @ right
+        end = begin + BLOCK
+        found = x[..., begin:end, :] = inverses[..., block, :, :] @ x[..., begin:end, :]
+        if end < x.shape[-2]:
+            x[..., end:, :] -= a[..., end:, begin:end] @ found

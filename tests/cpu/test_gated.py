@@ -215,7 +215,8 @@ def test_dtypes_of_gates() -> None:
 @pytest.mark.parametrize("largest", [1.0, 2.0])
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_keys_that_are_nearly_parallel(distance: float, largest: float, dtype: Any) -> None:
-    arrays = draw((1, 200, 1, 2, 32, 16), np.dtype(dtype))
+    # Errors of one such system are a matter of luck; the largest ones of many are not.
+    arrays = draw((1, 200, 16, 32, 32, 16), np.dtype(dtype))
     k = arrays["k"][:, :1] + distance * arrays["k"]
     arrays["k"] = k / np.linalg.norm(k, axis=-1, keepdims=True)
     arrays["beta"] = np.full_like(arrays["beta"], largest)

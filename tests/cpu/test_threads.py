@@ -141,13 +141,13 @@ from threadpoolctl import threadpool_info
 before, handled = threadpool_info(), []
 signal.signal(signal.SIGALRM, lambda *_: handled.append(call().tobytes()))
 results = []
-for i in range(150):
-    signal.setitimer(signal.ITIMER_REAL, 1e-4 + i * 1e-5)
+while len(handled) < 60:
+    signal.setitimer(signal.ITIMER_REAL, np.random.random() * 0.002 + 1e-5)
     results.append(call().tobytes())
     signal.setitimer(signal.ITIMER_REAL, 0)
-print(len(handled) > 50, len(set(results + handled)), threadpool_info() == before)
+print(len(set(results + handled)), threadpool_info() == before)
 """
-    assert in_a_new_process(first_call + code) == ["True 1 True"]
+    assert in_a_new_process(first_call + code) == ["1 True"]
 
 
 def test_calls_in_finalisers(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
