@@ -49,12 +49,12 @@ struct Worker {
     float multiplier;  // makes bits of logits
 
     __device__ __forceinline__ CopyK copy_k(int i, const Warp& warp) const {
-        return CopyK(shared.tile.k, params.k_strides, walk.first_key(i), shared.stages[0].k[0], params.head_dim,
-                     warp.thread);
+        return CopyK(params, shared.tile, shared.tile.k, params.k_strides, walk.first_key(i), shared.stages[0].k[0],
+                     params.head_dim, warp.thread);
     }
     __device__ __forceinline__ CopyV copy_v(int i, const Warp& warp) const {
-        return CopyV(shared.tile.v, params.v_strides, walk.first_key(i), shared.stages[0].v[0], params.head_dim_v,
-                     warp.thread);
+        return CopyV(params, shared.tile, shared.tile.v, params.v_strides, walk.first_key(i), shared.stages[0].v[0],
+                     params.head_dim_v, warp.thread);
     }
 
     // Where a lane reads operands.
@@ -243,7 +243,7 @@ struct PingPong : Worker {
     // K, or V in the half that lags.
     __device__ __forceinline__ CopyK copy(int i, const Warp& warp) const {
         const TileMap& tile = shared.tile;
-        return CopyK(lags ? tile.v : tile.k, strides, walk.first_key(i),
+        return CopyK(params, tile, lags ? tile.v : tile.k, strides, walk.first_key(i),
                      lags ? shared.stages[0].v[0] : shared.stages[0].k[0], lags ? params.head_dim_v : params.head_dim,
                      warp.thread);
     }

@@ -94,7 +94,8 @@ struct Slices {
                                          long long n_begin, int slice, int target) {
         load_tile<kBlockN, kWidth>(
             shared.slices[target], 0, slice * kWidth, num_features, strides.column, [&](int key) -> const char* {
-                return n_begin + key < keys.any.end ? array + (n_begin + key) * strides.row : nullptr;
+                const bool is_seen = n_begin + key < keys.any.end;
+                return is_seen ? key_row(params, shared.tile, array, strides, n_begin + key) : nullptr;
             });
     }
     __device__ __forceinline__ void load_k(long long n_begin, int slice, int target) {

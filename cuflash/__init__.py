@@ -8,19 +8,22 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 from . import reference
+from .cache import KVCache
 from .dense import attention
 from .doctor import show_config
 from .explain import explain, warmup
 from .explanation import Explanation
 from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
+from .kv_cache import attention_with_kv_cache
 from .lse import attention_lse
 from .merge import merge_attention_states
 from .options import check_environment, options
 from .varlen import attention_varlen
 
 __all__ = [
-    "Explanation", "attention", "attention_lse", "attention_varlen", "chunk_gated_delta_rule", "chunk_gated_output",
-    "explain", "merge_attention_states", "options", "recurrent_gated_delta_rule", "reference", "show_config", "warmup",
+    "Explanation", "KVCache", "attention", "attention_lse", "attention_varlen", "attention_with_kv_cache",
+    "chunk_gated_delta_rule", "chunk_gated_output", "explain", "merge_attention_states", "options",
+    "recurrent_gated_delta_rule", "reference", "show_config", "warmup",
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from . import __version__
 from .doctor import doctor
 from .explain import FUNCTIONS, explain
+from .kv_cache import attention_with_kv_cache
 from .lse import attention_lse
 from .options import options
 from .plan.gated import GATED_KERNELS, GatedSpec
@@ -117,6 +118,19 @@ def _like_attention(call: dict[str, Any], q: _Array, k: _Array, v: _Array) -> di
     }
 
 
+def _like_cached(call: dict[str, Any], q: _Array, k: _Array, v: _Array) -> dict[str, _Array]:
+    """The same of a call with a cache, whose new keys are as many as the queries."""
+    batch, seqlen_q = (q.shape[0], q.shape[2]) if len(q.shape) == 4 else (1, 1)
+    heads = k.shape[1:2]
+    integers = DTYPES["int32"]
+    return _like_attention(call, q, k, v) | {
+        "k_new": _Array((batch, *heads, seqlen_q, *k.shape[-1:]), q.dtype),
+        "v_new": _Array((batch, *heads, seqlen_q, *v.shape[-1:]), q.dtype),
+        "seqlens_k": _Array((batch,), integers),
+        "page_table": _Array((batch, 1), integers),
+    }
+
+
 def _like_gated(call: dict[str, Any], q: _Array, k: _Array, v: _Array) -> dict[str, _Array]:
     """The same of the gated delta rule, with as many chunks as there may be."""
     wide = q.dtype if q.dtype == np.float64 else DTYPES["float32"]
@@ -138,17 +152,21 @@ def _completed(function: Callable[..., Any], call: dict[str, Any], dtype: np.dty
     parameters = inspect.signature(function).parameters.values()
     call = {parameter.name: _NOT_GIVEN for parameter in parameters if parameter.default is parameter.empty} | call
     before: _Array = call["q"]
-    for name in ("q", "k", "v", "v_new"):
+    cached = function is attention_with_kv_cache
+    for name in ("q", "k_cache", "v_cache") if cached else ("q", "k", "v", "v_new"):
         if name in call:
             shape = call[name].shape
             before = call[name] = _Array(before.shape if shape is None else shape, dtype)
-    usual = (_like_gated if "gated" in function.__name__ else _like_attention)(call, call["q"], call["k"], before)
+    like = _like_gated if "gated" in function.__name__ else _like_cached if cached else _like_attention
+    usual = like(call, call["q"], call["k_cache" if cached else "k"], before)
     if function is attention_lse:
         usual["out"] = usual["lse"]
     given = {name: x for name, x in call.items() if name in usual and isinstance(x, _Array)}
     for name, (shape, own_dtype) in given.items():
-        like = usual[name]
-        call[name] = _Array(like.shape if shape is None else shape, like.dtype if own_dtype is None else own_dtype)
+        default = usual[name]
+        call[name] = _Array(
+            default.shape if shape is None else shape, default.dtype if own_dtype is None else own_dtype
+        )
     return call
 
 
@@ -181,6 +199,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--scale", type=float, help="default: D ** -0.5")
     add("--out", **_ARRAY, help="given by the caller")
     _add_attention(parser.add_argument_group("attention").add_argument)
+    _add_cached(parser.add_argument_group("attention_with_kv_cache").add_argument)
     _add_gated(parser.add_argument_group("the gated delta rule").add_argument)
     device = "compute capability to plan for, such as 90 or 9.0 (default: this machine)"
     add("--device", type=_compute_capability, metavar="CC", help=device)
@@ -210,8 +229,21 @@ def _add_attention(add: Callable[..., Any]) -> None:
     add("--max-seqlen-k", type=int, metavar="N")
 
 
+def _add_cached(add: Callable[..., Any]) -> None:
+    add("--k-cache", type=_array_of_shape, metavar="B,H,N,D", help="its shape, or that of pages (default: that of q)")
+    add("--v-cache", type=_array_of_shape, metavar="B,H,N,D", help="likewise (default: that of k_cache)")
+    lengths = "keys in the cache: an int, or an array (default: one of B int32)"
+    add("--seqlens-k", type=_query_offset, metavar="INT|SHAPE:DTYPE", help=lengths)
+    for name in ("k-new", "v-new"):
+        add(f"--{name}", **_ARRAY, help=f"its shape (default: as many keys as queries{_OR_OUTPUT[name]}")
+    add("--page-table", type=_array, metavar="B,P[:DTYPE]", help="its shape")
+    add("--num-splits", type=int, metavar="N")
+
+
+_OR_OUTPUT = {"k-new": ")", "v-new": "; of chunk_gated_output: that of k)"}
+
+
 def _add_gated(add: Callable[..., Any]) -> None:
-    add("--v-new", type=_array_of_shape, metavar="T,H,V", help="shape of v_new (default: that of k)")
     for name in ("log-g", "beta", "log-g-cumsum"):
         add(f"--{name}", **_ARRAY, help="default: the shape of v without features, float32")
     for name in ("state", "initial-state"):

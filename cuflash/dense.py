@@ -187,7 +187,7 @@ def attention(
     )  # fmt: skip
     others = None
     if not (out is lse is bias is mask is alibi_slopes is sinks is offset_array is None):
-        others = (out, lse, bias, mask, alibi_slopes, sinks, offset_array, None, None)
+        others = (out, lse, bias, mask, alibi_slopes, sinks, offset_array)
     key, launch, pointers = find(q, k, v, others, options)
     if (
         launch is not None

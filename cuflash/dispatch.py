@@ -30,7 +30,8 @@ def find(
     Parameters
     ----------
     q, k, v, others
-        The call's arrays in the order of the argument struct; None for those it has not, v too, or for all the others.
+        The call's arrays in the order of the argument struct; None for those it has not, v too, or for all the others,
+        which may also end with the last one that there is.
     options
         Everything else that decides the call, hashable or not.
 

@@ -17,6 +17,7 @@ from .dense import attention
 from .gated import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from .gpu.compile import source_digest
 from .gpu.installed import driver_installed
+from .kv_cache import attention_with_kv_cache
 from .options import options
 from .plan.gated import GATED_KERNELS
 from .plan.table import KERNELS
@@ -102,7 +103,21 @@ def _gated_delta_rule(xp: Any, dtype: np.dtype) -> tuple[list[Any], np.ndarray]:
     return [out, last, state], np.concatenate([x.ravel() for x in expected])
 
 
-_OPERATIONS = {"attention": _attention, "gated delta rule": _gated_delta_rule}
+def _cached(xp: Any, dtype: np.dtype) -> tuple[list[Any], np.ndarray]:
+    """The same: a prompt and one step behind it, from pages that both are appended to."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 2, 77, 64)).astype(dtype) for _ in range(3))
+    expected, _ = reference.attention(q, k, v, causal=True)
+    caches = [xp.asarray(np.zeros((5, 2, 16, 64), dtype)) for _ in range(2)]
+    table, outs = xp.asarray(np.array([[3, 1, 4, 0, 2]], np.int32)), []
+    for begin, some in ((0, slice(76)), (76, slice(76, 77))):
+        query, key, value = (xp.asarray(x[:, :, some].copy()) for x in (q, k, v))
+        options = {"seqlens_k": begin, "k_new": key, "v_new": value, "page_table": table, "causal": True}
+        outs.append(attention_with_kv_cache(query, *caches, **options))
+    return outs, np.concatenate([expected[:, :, :76].ravel(), expected[:, :, 76:].ravel()])
+
+
+_OPERATIONS = {"attention": _attention, "KV cache": _cached, "gated delta rule": _gated_delta_rule}
 """What is tried out."""
 
 

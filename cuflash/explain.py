@@ -16,12 +16,14 @@ from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_d
 from .gpu.compile import KernelCompileError, compile_offline, kernel_function
 from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
+from .kv_cache import attention_with_kv_cache
 from .lse import attention_lse
 from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
 from .plan.plan import Plan, Program, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from .problem.describe_cache import describe_kv_cache
 from .problem.describe_gated import (
     describe_chunk_gated_delta_rule,
     describe_chunk_gated_output,
@@ -37,6 +39,7 @@ _DESCRIBE: dict[Callable[..., Any], Callable[..., Any]] = {
     attention: describe_attention,
     attention_lse: describe_attention_lse,
     attention_varlen: describe_varlen,
+    attention_with_kv_cache: describe_kv_cache,
     chunk_gated_delta_rule: describe_chunk_gated_delta_rule,
     chunk_gated_output: describe_chunk_gated_output,
     recurrent_gated_delta_rule: describe_recurrent_gated_delta_rule,
@@ -45,7 +48,7 @@ FUNCTIONS = {function.__name__: function for function in _DESCRIBE}
 """What can be explained, by its name."""
 _LISTED = " or ".join(", ".join(FUNCTIONS).rsplit(", ", 1))
 _GATED_ARRAYS = ("v_new", "h", "log_g_cumsum", "cu_seqlens", "log_g", "beta", "initial_state", "state")
-_ARRAYS = (*ARRAYS, "workspace", *_GATED_ARRAYS)
+_ARRAYS = (*ARRAYS, "k_cache", "v_cache", "workspace", *_GATED_ARRAYS)
 
 
 def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:
@@ -54,8 +57,8 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     Parameters
     ----------
     function : callable
-        `attention`, `attention_lse`, `attention_varlen`, `chunk_gated_delta_rule`, `chunk_gated_output` or
-        `recurrent_gated_delta_rule`.
+        `attention`, `attention_lse`, `attention_varlen`, `attention_with_kv_cache`, `chunk_gated_delta_rule`,
+        `chunk_gated_output` or `recurrent_gated_delta_rule`.
     *args, **options
         The call's arguments. Arrays may be stand-ins: any objects with ``shape`` and ``dtype``, and ``strides`` (bytes)
         where they are not C-contiguous.
@@ -105,8 +108,8 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     Parameters
     ----------
     function : callable
-        `attention`, `attention_lse`, `attention_varlen`, `chunk_gated_delta_rule`, `chunk_gated_output` or
-        `recurrent_gated_delta_rule`.
+        `attention`, `attention_lse`, `attention_varlen`, `attention_with_kv_cache`, `chunk_gated_delta_rule`,
+        `chunk_gated_output` or `recurrent_gated_delta_rule`.
     *args, **options
         The call's arguments; arrays may be stand-ins as in `explain`, and are then taken to be on the current GPU.
         Calls on NumPy arrays need no compilation.
@@ -126,6 +129,8 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
             kernel_function(plan.preparation.program, device_id)
         if isinstance(problem, Problem) and isinstance(plan, Plan) and plan.num_splits > 1:
             kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
+        if isinstance(plan, Plan) and plan.append is not None:
+            kernel_function(plan.append.program, device_id)
 
 
 def _plan(problem: Problem | GatedProblem, device: Device, chosen: Settings) -> Plan | GatedPlan:

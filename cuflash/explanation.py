@@ -64,6 +64,8 @@ def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
         beside = f": {plan.num_splits} splits of the keys for each tile, merged by a second kernel"
     if plan and plan.preparation:
         beside += f"; {made_ready} are made ready by {plan.preparation.program.kernel}, once"
+    if isinstance(plan, Plan) and plan.append is not None:
+        beside += f"; new keys are appended first, by {plan.append.program.kernel}"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"
     if found.registers is not None:
         registers = f"{found.registers} per thread, {found.spill_bytes} bytes spilled"

@@ -121,7 +121,7 @@ def attention_lse(
     )  # fmt: skip
     others = None
     if not (out is bias is mask is alibi_slopes is sinks is offset_array is None):
-        others = (None, out, bias, mask, alibi_slopes, sinks, offset_array, None, None)
+        others = (None, out, bias, mask, alibi_slopes, sinks, offset_array)
     key, launch, pointers = find(q, k, None, others, options)
     if (
         launch is not None

@@ -167,7 +167,7 @@ def attention_varlen(
         max_seqlen_q, type(max_seqlen_q), max_seqlen_k, type(max_seqlen_k),
     )  # fmt: skip
     keys = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    others = (out, lse, None, None, alibi_slopes, sinks, None, cu_seqlens_q, keys)
+    others = (out, lse, None, None, alibi_slopes, sinks, None, None, None, None, None, cu_seqlens_q, keys)
     key, launch, pointers = find(q, k, v, others, options)
     if launch is not None and ((out is None and lse is None) or launch.results_apart(pointers)):
         return launch.run(pointers, out, lse)

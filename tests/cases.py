@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from cuflash.plan.table import KernelSpec
-from cuflash.testing import LAYOUTS, Case
+from cuflash.testing import LAYOUTS, Cached, Case
 
 Shape = tuple[int, ...]
 
@@ -202,6 +202,63 @@ def _wide() -> list[Case]:
     ]
 
 
+def _cached() -> list[Case]:
+    """Caches: lengths of all kinds, new keys that there is room for and not, pages of all sizes."""
+    ragged = (0, 5, 130)
+    shape_q, shape_k = (3, 4, 3, 64), (3, 2, 140, 64)
+    causal: dict[str, Any] = {"causal": True}
+    cases = [
+        Case("cache-plain", shape_q, shape_k, cached=Cached(ragged)),
+        Case("cache-int", shape_q, shape_k, options=causal, cached=Cached(70, 3)),
+        Case("cache-int-full", shape_q, shape_k, cached=Cached(138, 3)),
+        Case("cache-one", (3, 4, 1, 64), shape_k, options=causal, cached=Cached(ragged, 1)),
+        Case("cache-one-head", (3, 8, 1, 40), (3, 1, 140, 40), 24, causal, cached=Cached((1, 64, 139), 1)),
+        Case("cache-no-room", shape_q, shape_k, options=causal, cached=Cached((0, 138, 500), 6)),
+        Case("cache-prompt", (3, 4, 70, 64), shape_k, options=causal, cached=Cached((0, 5, 70), 70)),
+        Case(
+            "cache-splits",
+            (3, 4, 3, 64),
+            (3, 2, 900, 64),
+            None,
+            causal | {"num_splits": 3},
+            cached=Cached((0, 65, 890), 3),
+        ),
+        Case("cache-wide", (2, 2, 3, 256), (2, 1, 140, 256), options=causal, cached=Cached((20, 130), 3)),
+        Case("cache-uneven", (2, 2, 3, 192), (2, 1, 140, 192), 128, causal, cached=Cached((20, 130), 3)),
+        Case("cache-top_left", (3, 4, 70, 64), shape_k, options={"causal": "top_left"}, cached=Cached(ragged)),
+        Case("cache-no-batch", (0, 4, 3, 64), (0, 2, 140, 64), cached=Cached((), 3)),
+        Case("cache-no-queries", (3, 4, 0, 64), shape_k, cached=Cached(ragged, 3)),
+        Case("cache-no-keys", shape_q, (3, 2, 0, 64), cached=Cached(ragged, 3)),
+    ]
+    for layout in LAYOUTS:
+        if layout != "broadcast":
+            cases.append(
+                Case(f"cache-{layout}", shape_q, shape_k, 40, causal, {}, layout, True, cached=Cached(ragged, 3))
+            )
+    everything: dict[str, tuple[Shape, str]] = {
+        "bias": ((4, 1, 140), "float32"),
+        "mask": ((3, 1, 3, 140), "bool"),
+        "alibi_slopes": ((4,), "float32"),
+        "sinks": ((3, 4), "float32"),
+    }
+    options = {"causal": True, "window": (90, 5), "softcap": 3.0, "scale": -0.2}
+    cases.append(Case("cache-everything", shape_q, shape_k, None, options, everything, cached=Cached(ragged, 3)))
+    # With pages: the same again.
+    sizes = {"plain": 16, "int": 7, "one": 64, "one-head": 1, "no-room": 20, "prompt": 16, "splits": 16, "wide": 10}
+    sizes |= {"uneven": 35, "no-batch": 16, "no-queries": 16, "no-keys": 16, "everything": 28}
+    sizes |= {layout: 20 for layout in LAYOUTS if layout != "broadcast"}
+    by_name = {case.name.removeprefix("cache-"): case for case in cases}
+    for name, page_size in sizes.items():
+        case = by_name[name]
+        assert case.cached is not None, "all are"
+        capacity = -(-case.shape_k[2] // page_size) * page_size
+        assert capacity == case.shape_k[2] or name not in ("no-room", "everything")
+        shape_k = (*case.shape_k[:2], capacity, case.shape_k[3])
+        cached = case.cached._replace(page_size=page_size)
+        cases.append(case._replace(name=f"paged-{name}", shape_k=shape_k, cached=cached))
+    return cases
+
+
 def _alone(cases: list[Case]) -> list[Case]:
     """The lse alone, without values: `attention_lse`."""
     names = (
@@ -232,6 +289,7 @@ _WITH_VALUES = [
     *_packed(),
     *_combined(),
     *_wide(),
+    *_cached(),
 ]
 CASES = [*_WITH_VALUES, *_alone(_WITH_VALUES)]
 CASES_BY_NAME = {case.name: case for case in CASES}

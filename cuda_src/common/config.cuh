@@ -73,6 +73,13 @@
 #ifndef CUFLASH_VARLEN
 #define CUFLASH_VARLEN 0
 #endif
+// Whether each batch has a length of its own, in an array, and whether its keys lie in pages.
+#ifndef CUFLASH_SEQLENS_K
+#define CUFLASH_SEQLENS_K 0
+#endif
+#ifndef CUFLASH_PAGED
+#define CUFLASH_PAGED 0
+#endif
 #ifndef CUFLASH_STACKED
 #define CUFLASH_STACKED 1
 #endif
@@ -113,6 +120,8 @@ constexpr bool kHasAlibi = CUFLASH_ALIBI;
 constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
 constexpr bool kHasSoftcap = kSoftcapDegree != 0;
 constexpr bool kVarlen = CUFLASH_VARLEN;
+constexpr bool kHasLengths = CUFLASH_SEQLENS_K;
+constexpr bool kPaged = CUFLASH_PAGED;
 // Partial results to merge lie one behind the other in one array; otherwise each is an array of its own.
 constexpr bool kStacked = CUFLASH_STACKED;
 // 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.

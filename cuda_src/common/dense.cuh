@@ -1,7 +1,7 @@
 // Dense calls: the lengths of a tile of some batch, head and rows, and the addresses of its arrays.
 #pragma once
 
-#include "common/rows.cuh"
+#include "common/cache.cuh"
 
 namespace cuflash {
 
@@ -37,6 +37,7 @@ __device__ __forceinline__ void map_arrays(const AttentionParams& params, const 
     tile.bias = kBiasDtype != 0 ? params.bias + head * params.bias_strides.head : nullptr;
     tile.mask = kHasMask ? params.mask + head * params.mask_strides.head : nullptr;
     tile.per_head = head_values(params, head);
+    if constexpr (kPaged) tile.set_pages(pages_of(params, place.batch));
     long long batch = place.batch;
 #pragma unroll 1
     for (int axis = kBatchAxes - 1; batch != 0; --axis) {
@@ -46,8 +47,8 @@ __device__ __forceinline__ void map_arrays(const AttentionParams& params, const 
         const long long index = batch - rest * length;
         batch = rest;
         tile.q += index * params.q_strides.batch[axis];
-        tile.k += index * params.k_strides.batch[axis];
-        tile.v += index * params.v_strides.batch[axis];
+        if constexpr (!kPaged) tile.k += index * params.k_strides.batch[axis];
+        if constexpr (!kPaged) tile.v += index * params.v_strides.batch[axis];
         tile.out += index * params.out_strides.batch[axis];
         tile.lse += index * params.lse_strides.batch[axis];
         if constexpr (kBiasDtype != 0) tile.bias += index * params.bias_strides.batch[axis];
@@ -63,11 +64,16 @@ __device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params
         // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
         query_offset = min(max(load_integer(address, params.query_offset_size), -(1LL << 60)), 1LL << 60);
     }
+    long long seqlen_k = params.seqlen_k;
+    if constexpr (kHasLengths) {
+        seqlen_k = min(cached_keys(params, place.batch) + params.seqlen_new, seqlen_k);
+        if (params.offset_from_lengths) query_offset = seqlen_k - params.seqlen_q;
+    }
     return {params.seqlen_q,
-            params.seqlen_k,
+            seqlen_k,
             query_offset,
             0,
-            params.seqlen_k,
+            seqlen_k,
             place.m_block * kBlockM,
             params.seqlen_q * params.packed_heads};
 }

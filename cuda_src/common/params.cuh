@@ -29,13 +29,17 @@ struct AttentionParams {
     const char* alibi_slopes;  // null: none
     const char* sinks;         // null: none
     const char* query_offset;  // null: query_offset_value holds for every batch
+    const char* seqlens_k;     // keys in a cache before new ones are appended
+    const char* page_table;    // of a cache
+    const char* k_new;
+    const char* v_new;
     const char* cu_seqlens_q;
     const char* cu_seqlens_k;
     const char* prepared_k;  // what an earlier launch has made of k and v
     const char* prepared_v;
 
     Strides q_strides;
-    Strides k_strides;
+    Strides k_strides;  // of pages: from one to the next as along the last batch axis
     Strides v_strides;
     Strides out_strides;
     Strides lse_strides;
@@ -44,8 +48,13 @@ struct AttentionParams {
     Strides alibi_slopes_strides;
     Strides sinks_strides;
     Strides query_offset_strides;
+    Strides seqlens_k_strides;
+    Strides page_table_strides;  // from entry to entry as from head to head
+    Strides k_new_strides;
+    Strides v_new_strides;
     long long seqlen_q;  // packed sequences: tokens in all
-    long long seqlen_k;
+    long long seqlen_k;  // of a cache with lengths of its own: what it has room for
+    Divisor seqlen_new;  // keys that are appended to a cache
     long long query_offset_value;
     Divisor num_m_blocks;      // tiles along the rows of one head (packed sequences: upper bound over all of them)
     Divisor planes_at_once;    // heads whose tiles take turns, those with the most keys first; 0: one after another
@@ -66,6 +75,8 @@ struct AttentionParams {
     Divisor head_tiles;       // tiles that hold one query of each head
     long long num_batches;    // product of batch_shape; packed sequences: 1
     long long num_sequences;  // packed sequences only
+    long long num_pages;      // of a cache
+    Divisor page_size;
     long long window_left;
     long long window_right;
 
@@ -75,10 +86,12 @@ struct AttentionParams {
 
     int head_dim;
     int head_dim_v;
-    int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each packed sequence
+    int offset_from_lengths;  // query_offset is seqlen_k - seqlen_q of each sequence
     int alibi_slopes_dtype;   // CUFLASH_FLOAT16 ...
     int sinks_dtype;
     int query_offset_size;  // bytes, negative when signed
+    int seqlens_k_size;
+    int page_table_size;
     int cu_seqlens_q_size;
     int cu_seqlens_k_size;
 };

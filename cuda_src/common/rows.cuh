@@ -18,9 +18,23 @@ struct TileExtent {
     long long num_rows;   // rows of the whole sequence; 0: the block has nothing to do
 };
 
+// Where a batch's entries of the page table begin, for calls that have one; it takes no room in others.
+template <bool kIsThere>
+struct Pages {
+    __device__ __forceinline__ void set_pages(const char*) {}
+    __device__ __forceinline__ const char* pages() const { return nullptr; }
+};
+template <>
+struct Pages<true> {
+    const char* entries;
+
+    __device__ __forceinline__ void set_pages(const char* address) { entries = address; }
+    __device__ __forceinline__ const char* pages() const { return entries; }
+};
+
 // The same with the arrays. Addresses point at the batch, the first head and the first token of the sequence; those of
 // arrays that the call has not are null, as their strides are 0.
-struct TileMap : TileExtent {
+struct TileMap : TileExtent, Pages<kPaged> {
     const char* q;
     const char* k;
     const char* v;

@@ -14,7 +14,7 @@ constexpr int kQueryRegisters = 4 * kRowTiles * kStepsK;
 // Where registers are few, what is needed once per tile is not kept in them: addresses are computed again, and the
 // rows' maxima lie in shared memory.
 constexpr bool kFewRegisters =
-    kStages == 1 || (kWarpsPerRow > 1 ? kHasArrays : kOutputRegisters >= (kHasArrays ? 80 : 112));
+    kPaged || kStages == 1 || (kWarpsPerRow > 1 ? kHasArrays : kOutputRegisters >= (kHasArrays ? 80 : 112));
 
 // What follows from the index of a thread is kept, or computed again at every call.
 __device__ __forceinline__ Warp place_of_warp() {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "common/load.cuh"
-#include "common/params.cuh"
+#include "common/cache.cuh"
 #include "mma/layout.cuh"
 
 namespace cuflash {
@@ -39,20 +39,35 @@ struct TileCopy {
     Element* tile;
     int thread;
     int num_features;
+    // Of pages, whose keys are looked up one by one: the call, the sequence, and the key of the first vector.
+    const AttentionParams* call;
+    const TileMap* map;
+    long long first_key;
 
     // `array` begins with key 0, the tile with key `n_begin`; `buffer` is that of stage 0.
-    __device__ __forceinline__ TileCopy(const char* array, const Strides& strides, long long n_begin, Element* buffer,
-                                        int features, unsigned int thread_idx)
-        : source(array + n_begin * strides.row), tile(buffer), thread(thread_idx % kLoaders), num_features(features) {
+    __device__ __forceinline__ TileCopy(const AttentionParams& params, const TileMap& sequence, const char* array,
+                                        const Strides& strides, long long n_begin, Element* buffer, int features,
+                                        unsigned int thread_idx)
+        : source(kPaged ? array : array + n_begin * strides.row),
+          tile(buffer),
+          thread(thread_idx % kLoaders),
+          num_features(features),
+          call(&params),
+          map(&sequence),
+          first_key(n_begin) {
         if constexpr (kVectorLoads) {
             row = thread / kLanes;
             column = thread % kLanes * 8;
             target = shared_address(tile) + (row * kPitch + column) * 2;
-            source += key_of(row) * strides.row + column * 2;
+            source += (kPaged ? 0 : key_of(row) * strides.row) + column * 2;
+            first_key += key_of(row);
         }
     }
 
-    __device__ __forceinline__ void previous_tile(const Strides& strides) { source -= kBlockN * strides.row; }
+    __device__ __forceinline__ void previous_tile(const Strides& strides) {
+        if constexpr (kPaged) first_key -= kBlockN;
+        else source -= kBlockN * strides.row;
+    }
 
     // Copies the first tile, into stage 0: the one that may have fewer keys than others.
     __device__ __forceinline__ void load_first(const Strides& strides, int num_keys) const {
@@ -66,6 +81,11 @@ struct TileCopy {
     }
 
   private:
+    // Where a key is, `shift` behind the first one. Keys that are not read have no entry in a table of pages.
+    __device__ __forceinline__ const char* address(const Strides& strides, int shift, bool is_read) const {
+        if constexpr (!kPaged) return source + shift * strides.row;
+        else return is_read ? key_row(*call, *map, source, strides, first_key + shift) : source;
+    }
     // Keys from `num_keys` on become zeros: they may hold anything, and 0 x NaN is NaN. `kWhole`: all or none do.
     template <bool kWhole, int kParts>
     __device__ __forceinline__ void load(const Strides& strides, int stage, int part, bool issued, int num_keys) const {
@@ -78,9 +98,10 @@ struct TileCopy {
                 const int first_column = pass % kColumnSteps * kLanes * 8;
                 const bool is_key = kWhole ? kBufferInUse || num_keys > 0 : key_of(row) + shift < num_keys;
                 const bool has_work = kAllWork || (row < kBlockN && column + first_column < kWidth);
-                cp_async_16_if(
-                    issued && has_work, target + stage * kStageBytes + first_row * 2 * kPitch + first_column * 2,
-                    source + shift * strides.row + first_column * 2, column + first_column < num_features && is_key);
+                cp_async_16_if(issued && has_work,
+                               target + stage * kStageBytes + first_row * 2 * kPitch + first_column * 2,
+                               address(strides, shift, kWhole ? num_keys > 0 : is_key) + first_column * 2,
+                               column + first_column < num_features && is_key);
             }
         } else if (part == 0 &&  // right either way: the same elements once more
                    issued) {
@@ -88,9 +109,9 @@ struct TileCopy {
             for (int element = thread; element < kBlockN * kWidth; element += kLoaders) {
                 const int idx = element / kWidth, feature = element % kWidth, key = key_of(idx);
                 const bool valid = key < num_keys && feature < num_features;
-                const char* address = source + key * strides.row + feature * strides.column;
+                const char* place = address(strides, key, valid) + feature * strides.column;
                 tile[stage * (kStageBytes / 2) + idx * kPitch + feature] =
-                    valid ? load_bits<Element>(address) : Element(0);
+                    valid ? load_bits<Element>(place) : Element(0);
             }
         }
     }

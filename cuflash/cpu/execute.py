@@ -14,6 +14,7 @@ from ..problem.gated import GatedProblem
 from ..problem.problem import ARRAYS, Problem, result_rows, shapes_of
 from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
+from .cache import attention_with_kv_cache
 
 CACHE_SIZE = 1024
 _VALUES = slice(2, 4)
@@ -109,6 +110,9 @@ def execute_on_host(
         arrays.update((name, x[None]) for name in ("out", "lse") if (x := arrays[name]) is not None)
     if problem.traits.op == "attention_varlen":
         cpu.attention_varlen(problem, arrays)
+        return _returned(problem, out, lse)
+    if problem.cache is not None:
+        attention_with_kv_cache(problem, arrays)
         return _returned(problem, out, lse)
     sequences = cpu.attention(problem, arrays)
     # What an array of offsets holds decides how the work is cut.

@@ -29,6 +29,7 @@ STRIDES: Fields = tuple(
 LENGTHS: Fields = (
     ("seqlen_q", "q"),
     ("seqlen_k", "q"),
+    ("seqlen_new", DIVISOR),
     ("query_offset_value", "q"),
     ("num_m_blocks", DIVISOR),
     ("planes_at_once", DIVISOR),
@@ -48,6 +49,8 @@ OTHERS: Fields = (
     ("head_tiles", DIVISOR),
     ("num_batches", "q"),
     ("num_sequences", "q"),
+    ("num_pages", "q"),
+    ("page_size", DIVISOR),
     ("window_left", "q"),
     ("window_right", "q"),
     ("scale", "d"),
@@ -58,6 +61,8 @@ OTHERS: Fields = (
     ("offset_from_lengths", "i"),
     *((f"{name}_dtype", "i") for name in HEAD_ARRAYS),
     ("query_offset_size", "i"),
+    ("seqlens_k_size", "i"),
+    ("page_table_size", "i"),
     ("cu_seqlens_q_size", "i"),
     ("cu_seqlens_k_size", "i"),
 )
@@ -133,6 +138,7 @@ def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
     lengths = _pack_lengths(
         seqlen_q=problem.seqlen_q,
         seqlen_k=problem.seqlen_k,
+        seqlen_new=divisor(problem.cache.num_new if problem.cache else 0),
         query_offset_value=problem.query_offset or 0,
         num_m_blocks=divisor(num_m_blocks),
         planes_at_once=divisor(planes_at_once),
@@ -154,6 +160,7 @@ def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
         strides[_CU_SEQLENS],
         problem.batch[0] if varlen else 0,
         problem.bottom_right,
+        (problem.cache.num_pages, problem.cache.page_size) if problem.cache else (0, 0),
     )
     packed = _varlen_strides(strides) if varlen else _dense_strides(strides, len(problem.batch), plan)
     return packed + lengths + others
@@ -171,6 +178,7 @@ def _others(
     cu_seqlens_strides: tuple[tuple[int, ...] | None, ...],
     num_sequences: int,
     offset_from_lengths: bool,
+    pages: tuple[int, int],
 ) -> bytes:
     num_heads, group_size, packed_heads = heads
     cu_seqlens_q_stride, cu_seqlens_k_stride = (strides[0] if strides else 0 for strides in cu_seqlens_strides)
@@ -186,6 +194,8 @@ def _others(
         head_tiles=divisor(num_heads // packed_heads),
         num_batches=prod(length for _, length in batch_axes),
         num_sequences=num_sequences,
+        num_pages=pages[0],
+        page_size=divisor(pages[1]),
         window_left=OPEN_WINDOW if window_left is None else window_left,
         window_right=OPEN_WINDOW if window_right is None else window_right,
         scale=scale,
@@ -196,6 +206,8 @@ def _others(
         offset_from_lengths=offset_from_lengths,
         **{f"{name}_dtype": FLOAT_CODES.get(getattr(dtypes, name), 0) for name in HEAD_ARRAYS},
         query_offset_size=_integer_size(dtypes.query_offset),
+        seqlens_k_size=_integer_size(dtypes.seqlens_k),
+        page_table_size=_integer_size(dtypes.page_table),
         cu_seqlens_q_size=_integer_size(dtypes.cu_seqlens_q),
         cu_seqlens_k_size=_integer_size(dtypes.cu_seqlens_k),
     )
@@ -244,6 +256,7 @@ _STEPS_SIZE = struct.calcsize("=" + STRIDES[0][1])
 _STRIDES_SIZE = _STEPS_SIZE * len(STRIDES)
 _NUM_STRIDED = len(STRIDES)
 _CU_SEQLENS = slice(_NUM_STRIDED, None)
+_NEW = ARRAYS.index("k_new"), ARRAYS.index("v_new")
 _WITH_KEY_HEADS = ARRAYS.index("k"), ARRAYS.index("v")
 _STRIDES_PLACES = range(0, _STRIDES_SIZE, _STEPS_SIZE)
 _PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AXES + 4)]
@@ -252,14 +265,16 @@ _PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AX
 def _heads_continue(problem: Problem, plan: Plan, strides: Strides) -> bool:
     """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
 
-    False where the heads of all batches would not be counted by 32 bits.
+    False where the heads of all batches would not be counted by 32 bits, and where batches have lengths or pages.
     """
+    if problem.traits.seqlens_k or problem.traits.page_table:
+        return False
     num_batch, num_heads = len(problem.batch), problem.num_heads_q
     lengths = [(axis, length) for axis, length in reversed(plan.batch_axes) if length != 1]
     if plan.num_batches * num_heads >= 2**31:
         return False
     for i, steps in enumerate(strides):
-        if steps:
+        if steps and i not in _NEW:
             # `query_offset` has no heads.
             head = steps[num_batch] if len(steps) > num_batch else 0
             step = head * (problem.num_heads_kv if i in _WITH_KEY_HEADS else num_heads)

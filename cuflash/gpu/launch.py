@@ -17,7 +17,7 @@ import numpy as np
 from ..plan.partial import partial_results
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
-from ..plan.tiles import PREPARING
+from ..plan.tiles import APPENDING, PREPARING
 from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
 from ..problem.checks import workspace_size
 from ..problem.kind import Kind
@@ -36,7 +36,7 @@ _OTHERS = 13
 """Where in a key the arrays beside q, k and v begin: each has shape, strides, dtype, alignment and device."""
 _NOT_GIVEN = (None,) * 5
 _NO_OTHERS = _NOT_GIVEN * (len(ARRAYS) - 3)
-_OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
+_K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("k", "v", "out", "lse", "k_new"))
 _RESULTS = slice(_OUT, _LSE + 1)
 
 
@@ -48,8 +48,8 @@ class Launch:
     """A planned and compiled call, ready for new addresses."""
 
     __slots__ = (
-        "_block", "_cupy", "_extents", "_function", "_get_device", "_lse", "_out", "_parts", "_preparing", "_problem",
-        "_split", "device_id", "plan",
+        "_append", "_block", "_cupy", "_extents", "_function", "_get_device", "_lse", "_out", "_parts", "_preparing",
+        "_problem", "_split", "device_id", "plan",
     )  # fmt: skip
 
     def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
@@ -63,6 +63,10 @@ class Launch:
         self._parts = launch_parts(problem, plan)
         preparation = plan.preparation
         self._preparing: Any = kernel_function(preparation.program, device_id) if preparation else None
+        self._append: Any = None
+        if plan.append is not None:
+            function = kernel_function(plan.append.program, device_id)
+            self._append = function, (plan.append.num_blocks,), pack_values(problem, plan)
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
         rows, traits, strides = result_rows(problem), problem.traits, problem.strides
         self._out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
@@ -84,12 +88,12 @@ class Launch:
         return self._extents
 
     def results_apart(self, pointers: list[int]) -> bool:
-        """Whether given results certainly share no memory with another array of the call (False: look closer)."""
+        """Whether what is written certainly shares no memory with another array of the call (False: look closer)."""
         extents = self.extents
-        for result in (_OUT, _LSE):
+        for result in (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE):
             begin, end = extents[result]
             begin, end = pointers[result] + begin, pointers[result] + end
-            # Each result is one of the arrays: it shares memory with itself.
+            # What is written is one of the arrays: it shares memory with itself.
             others = zip(pointers, extents, strict=True)
             sharing = [p for p, (low, high) in others if begin < p + high and p + low < end]
             if begin < end and len(sharing) > 1:
@@ -126,6 +130,8 @@ class Launch:
         if lse is None and self._lse is not None:
             lse = self._lse.allocate(self._cupy)
             pointers[_LSE] = lse.data.ptr
+        if self._append is not None:
+            self._append_keys(pointers)
         self._start(pointers)
         return out if self._lse is None else lse if self._out is None else (out, lse)
 
@@ -152,6 +158,8 @@ class Launch:
             pointers[_OUT] = out.data.ptr
         if allocates_lse and lse is not None:
             pointers[_LSE] = lse.data.ptr
+        if self._append is not None:
+            self._append_keys(pointers)
         prepared = self._prepare(pointers, address) if self._preparing is not None else (0, 0)
         if self._split is None:
             self._start(pointers, *prepared)
@@ -160,6 +168,10 @@ class Launch:
             self._start(pointers, *prepared)
             self._split.finish(address, *result)
         return out if self._lse is None else lse if self._out is None else (out, lse)
+
+    def _append_keys(self, pointers: list[int]) -> None:
+        function, grid, packed = self._append
+        start(function, grid, (APPENDING.num_threads,), 0, pack_pointers(*pointers, 0, 0) + packed)
 
     def _without_preparation(self) -> Launch:
         plan = make_plan(self._problem, device_info(self.device_id), settings(), prepares=False)
@@ -254,7 +266,9 @@ def find_on_gpu(
                 parts += (array.shape, array.strides, array.dtype, pointer & 15, data.device_id)
             else:
                 return None, None, []
-        key += tuple(parts)
+        left = len(ARRAYS) - len(pointers)
+        pointers += _NO_POINTERS[:left]
+        key += (*parts, *_NO_OTHERS[: 5 * left])
     try:
         launch = _launches.get(key)
     except TypeError:
@@ -285,8 +299,9 @@ def _launch_of_known_kind(key: tuple[Any, ...], pointers: list[int]) -> Launch |
         return None
     others = key[_OTHERS:] or _NO_OTHERS
     shapes, strides = (*key[4:_OTHERS:3], *others[::5]), (*key[5:_OTHERS:3], *others[1::5])
-    for shape, steps, dtype in zip(shapes[_RESULTS], strides[_RESULTS], others[2::5], strict=False):
-        if shape is not None and overlaps_itself(shape, steps, dtype.itemsize):
+    dtypes = (*key[6:_OTHERS:3], *others[2::5])
+    for i in (_OUT, _LSE) if shapes[_K_NEW] is None else (_K, _V, _OUT, _LSE):
+        if shapes[i] is not None and overlaps_itself(shapes[i], strides[i], dtypes[i].itemsize):
             return None
     problem = kind.at(shapes, strides, pointers)
     if problem is None:

@@ -6,7 +6,9 @@ from ..problem.problem import Traits
 
 Macros = tuple[tuple[str, str | int], ...]
 
-_NAMES = ("window", "softcap", "bias", "mask", "alibi_slopes", "sinks", "query_offset")
+_NAMES = (
+    "window", "softcap", "bias", "mask", "alibi_slopes", "sinks", "query_offset", "seqlens_k", "page_table",
+)  # fmt: skip
 FEATURES = frozenset({*_NAMES, "out_dtype"})
 """Optional arguments that a kernel may lack; `Traits` have their names, too."""
 
@@ -25,6 +27,8 @@ def feature_macros(traits: Traits, caps_by_polynomial: bool) -> Macros:
         ("ALIBI", int(traits.alibi_slopes)),
         ("SOFTCAP", softcap_degree(traits) if caps_by_polynomial else int(traits.softcap != 0)),
         ("VARLEN", int(traits.op == "attention_varlen")),
+        ("SEQLENS_K", int(traits.seqlens_k)),
+        ("PAGED", int(traits.page_table)),
     )
 
 

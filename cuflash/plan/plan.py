@@ -29,7 +29,7 @@ from .cost import (
 from .features import Macros, feature_macros
 from .partial import partial_of, partial_results, partial_traits
 from .table import KERNELS, Device, KernelSpec, Tile, choose_row
-from .tiles import PREPARING, round_up
+from .tiles import APPENDING, PREPARING, WARP, round_up
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
@@ -77,7 +77,7 @@ class Build:
         # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
         # is given `out` has no `workspace` to be given too.
         splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
-        splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
+        self._splittable = splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
         self._paces: list[Pace] = [
             pace_of(
                 self._cost,
@@ -91,6 +91,7 @@ class Build:
         ]
         self._choices: dict[tuple[int | None, ...], Choice] = {}
         self._preparing: Program | None = None
+        self._appending: Program | None = None
         self._programs: dict[tuple[Tile, bool], Program] = {}
 
     def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
@@ -108,10 +109,17 @@ class Build:
             if choice.time == float("inf"):
                 raise ValueError(
                     f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
-                    f"launch, which takes a workspace and no more than {BATCH_AXES} leading axes"
+                    f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
                 )
             self._choices[key] = choice
         return choice
+
+    def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
+        """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""
+        if num_splits == 1 or not self._splittable:
+            return tile, 1
+        tile = tile if tile in self._splittable else self._splittable[0]
+        return tile, max(1, min(num_splits, -(-seqlen_k // tile.block_n), MAX_SPLITS))
 
     def program(self, tile: Tile, is_split: bool) -> Program:
         """What is compiled for a tile, whose results are partial if its keys are split; remembered."""
@@ -122,6 +130,15 @@ class Build:
             program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
             self._programs[tile, is_split] = program
         return program
+
+    def appending(self) -> Program:
+        """What appends keys and values to a cache; remembered."""
+        if self._appending is None:
+            traits = self._traits
+            lengths = ("SEQLENS_K", int(traits.seqlens_k)), ("PAGED", int(traits.page_table))
+            macros = *_array_macros(self.spec, traits), *_tile_macros(APPENDING), *lengths
+            self._appending = Program("append_keys", macros, 0)
+        return self._appending
 
     def preparing(self) -> Program:
         """What makes keys and values ready for tiles that want that; remembered."""
@@ -141,6 +158,13 @@ class Preparation(NamedTuple):
     offset_k: int
     """Bytes of the workspace in front of what it makes of keys."""
     offset_v: int
+
+
+class Append(NamedTuple):
+    """A launch that appends keys and values to a cache, in front of all others."""
+
+    program: Program
+    num_blocks: int
 
 
 class Plan(NamedTuple):
@@ -165,6 +189,7 @@ class Plan(NamedTuple):
     num_splits: int
     """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
     preparation: Preparation | None
+    append: Append | None
 
     @property
     def kernel(self) -> str:
@@ -220,10 +245,12 @@ def make_plan(
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
     lengths = lengths_of(problem)
-    prepares = prepares and not _walked_axes(problem, False)[0]
+    prepares = prepares and not (_walked_axes(problem, False)[0] or problem.traits.seqlens_k)
     build, choice = choose_build(find_builds(problem.traits, device, settings), lengths, prepares)
     tile = build.tiles[choice.tile_idx]
-    if num_splits is None:
+    if num_splits is None and problem.cache is not None and problem.cache.num_splits is not None:
+        tile, num_splits = build.splitting(tile, problem.cache.num_splits, problem.seqlen_k)
+    elif num_splits is None:
         num_splits = choice.num_splits
         if num_splits > 1:  # without those that would be left with no tile
             num_steps = max(walk_of(lengths, tile).num_steps, 1)
@@ -251,7 +278,17 @@ def make_plan(
         outer_axes,
         num_splits,
         preparation,
+        _append(problem, build),
     )
+
+
+def _append(problem: Problem, build: Build) -> Append | None:
+    """What appends new keys, if there are any."""
+    if problem.cache is None:
+        return None
+    num_rows = 2 * prod(problem.batch) * problem.num_heads_kv * problem.cache.num_new
+    num_blocks = -(-num_rows * WARP // APPENDING.num_threads)
+    return Append(build.appending(), num_blocks) if num_blocks else None
 
 
 def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> tuple[Preparation | None, int]:

@@ -141,9 +141,9 @@ KERNELS = (
     KernelSpec(
         name="forward_wgmma",
         summary="tensor cores of Hopper through wgmma: float16 and bfloat16 on sm_90",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
         dtypes=("float16", "bfloat16"),
-        features=FEATURES - {"bias", "mask"},
+        features=FEATURES - {"bias", "mask", "page_table"},
         min_compute_capability=90,
         max_head_dim=256,
         head_dim_bucket=wgmma_bucket,
@@ -162,7 +162,7 @@ KERNELS = (
     KernelSpec(
         name="forward_mma",
         summary="tensor cores through mma.sync: float16 and bfloat16 from sm_80",
-        operations=("attention", "attention_varlen", "attention_lse"),
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float16", "bfloat16"),
         features=FEATURES,
         min_compute_capability=80,
@@ -180,9 +180,9 @@ KERNELS = (
     KernelSpec(
         name="precise_float32",
         summary="tensor cores by pairs of float16: float32 and tf32 from sm_80",
-        operations=("attention", "attention_varlen", "attention_lse"),
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float32",),
-        features=FEATURES,
+        features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=512,
         head_dim_bucket=float32_bucket,
@@ -198,9 +198,9 @@ KERNELS = (
     KernelSpec(
         name="forward_wmma",
         summary="tensor cores through WMMA: float16 from sm_70, bfloat16 and tf32 from sm_80",
-        operations=("attention", "attention_varlen", "attention_lse"),
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float16", "bfloat16", "float32"),
-        features=FEATURES,
+        features=FEATURES - {"page_table"},
         min_compute_capability=70,
         max_head_dim=256,
         head_dim_bucket=wmma_bucket,
@@ -214,9 +214,9 @@ KERNELS = (
     KernelSpec(
         name="forward_points",
         summary="point clouds: float32 and float64 of up to 16 features",
-        operations=("attention", "attention_varlen"),
+        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
         dtypes=("float32", "float64"),
-        features=FEATURES,
+        features=FEATURES - {"page_table"},
         min_compute_capability=50,
         max_head_dim=16,
         head_dim_bucket=points_bucket,
@@ -228,9 +228,9 @@ KERNELS = (
     KernelSpec(
         name="precise_float64",
         summary="tensor cores in double precision: float64 on sm_80, sm_90 and sm_100",
-        operations=("attention", "attention_varlen", "attention_lse"),
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float64",),
-        features=FEATURES,
+        features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=512,
         head_dim_bucket=float64_bucket,
@@ -244,7 +244,7 @@ KERNELS = (
     KernelSpec(
         name="forward_scalar",
         summary="any GPU, dtype and head_dim, on the ordinary arithmetic units",
-        operations=("attention", "attention_varlen", "attention_lse"),
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=FLOAT_NAMES,
         features=FEATURES,
         min_compute_capability=50,
@@ -258,7 +258,7 @@ KERNELS = (
 )
 
 
-HELPERS = ("merge",)
+HELPERS = ("merge", "append_keys")
 """Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..problem.problem import Traits
+
 
 class Device(NamedTuple):
     """What the choice of a kernel needs to know of a GPU."""
@@ -72,6 +74,10 @@ def occupying_first(tiles: list[Tile], blocks: Callable[[Tile], int]) -> list[Ti
     return list(by_name.values())
 
 
+WARP = 32
+"""Threads that run together."""
+APPENDING = Tile(16, 16, 128)
+"""Threads of a block of the launch that appends keys to a cache, a warp for each; it has no tiles."""
 PREPARING = Tile(128, 32, 256)
 """Keys that a block of a launch that makes them ready has, and its threads."""
 
@@ -81,7 +87,10 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-TILE_MAP_BYTES = 16 * 8
-"""sizeof(TileMap) of rows.cuh."""
+def tile_map_bytes(traits: Traits) -> int:
+    """sizeof(TileMap) of rows.cuh."""
+    return (16 + traits.page_table) * 8
+
+
 TILE_KEYS_BYTES = 4 * 8
 """sizeof(TileKeys) of mask.cuh."""

@@ -8,11 +8,11 @@ from .features import Macros
 from .tiles import (
     PREPARING,
     TILE_KEYS_BYTES,
-    TILE_MAP_BYTES,
     Device,
     Tile,
     blocks_in_shared_memory,
     round_up,
+    tile_map_bytes,
 )
 
 
@@ -67,7 +67,7 @@ def float32_shared_memory(traits: Traits, tile: Tile) -> int:
         size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v) + 16
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
-    return round_up(size + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
+    return round_up(size + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
 
 
 def _prepared(*tiles: Tile) -> tuple[Tile, ...]:

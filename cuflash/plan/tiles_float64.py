@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
+from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 FAST_FLOAT64 = (80, 90, 100)
 """Compute capabilities with tensor cores for float64; others multiply such numbers one by one."""
@@ -32,7 +32,7 @@ def float64_shared_memory(traits: Traits, tile: Tile) -> int:
     bucket, bucket_v = float64_bucket(traits.head_dim), float64_bucket(traits.head_dim_v)
     numbers = tile.block_m * bucket + tile.block_n * (bucket + bucket_v + 4)
     numbers += (tile.num_threads // 2 + tile.block_m) * tile.block_n if _warps_per_row(traits) > 1 else 64
-    return round_up(8 * numbers + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
+    return round_up(8 * numbers + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
 
 
 _TILES = {

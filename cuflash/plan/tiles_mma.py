@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
+from .tiles import Device, Tile, blocks_in_shared_memory, occupying_first, round_up, tile_map_bytes
 
 
 def mma_bucket(head_dim: int) -> int:
@@ -32,7 +32,7 @@ def mma_shared_memory(traits: Traits, tile: Tile) -> int:
     rows, _, _ = _mma_registers(traits, tile)
     maxima = rows * 4 * (tile.num_threads // 32)
     exchange = tile.num_threads * 4 if shared else 128
-    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 52, 16)
+    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + tile_map_bytes(traits) + 24 + 52, 16)
 
 
 # Registers and shared memory are the limit: an instruction that multiplies 16 keys is worth 6 clocks of a tensor core,
@@ -111,11 +111,20 @@ def mma_tiles(traits: Traits, device: Device) -> list[Tile]:
     one_term = traits.num_terms < 2 and traits.out_dtype == traits.dtype
     one_array = traits.num_arrays == 1 and traits.num_terms == 0
     few = (arrays and newest and not one_array) or _has_wide_bias(traits) or (bucket_v == 224 and not square)
+    few |= arrays and traits.page_table
     widest_output = 96 if few else 128
     if arrays:
         most = 160 if one_array and not few else 96
     else:
-        most = 192 if square and (traits.num_terms == 0 or (one_term and not newest)) else 144 if newest else 160
+        most = (
+            160
+            if traits.page_table
+            else 192
+            if square and (traits.num_terms == 0 or (one_term and not newest))
+            else 144
+            if newest
+            else 160
+        )
 
     def fits(tile: Tile) -> bool:
         rows, output, scores = _mma_registers(traits, tile)
@@ -126,7 +135,9 @@ def mma_tiles(traits: Traits, device: Device) -> list[Tile]:
             and mma_shared_memory(traits, tile) <= device.shared_memory_per_block
         )
 
-    fitting = list(filter(fits, _MMA_TILES)) or list(filter(fits, (_LAST_TILE,)))
+    fitting = list(filter(fits, _MMA_TILES))
+    if not fitting and not traits.page_table:
+        fitting = list(filter(fits, (_LAST_TILE,)))
     return occupying_first(fitting, lambda tile: mma_min_blocks(traits, tile, device))
 
 

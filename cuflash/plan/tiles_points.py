@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, round_up
+from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 _BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 
@@ -21,7 +21,7 @@ def _itemsize(traits: Traits) -> int:
 def points_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_points.cu."""
     features = points_bucket(traits.head_dim) + points_bucket(traits.head_dim_v)
-    return round_up(features * (tile.block_n * _itemsize(traits) + 16) + TILE_MAP_BYTES + TILE_KEYS_BYTES, 16)
+    return round_up(features * (tile.block_n * _itemsize(traits) + 16) + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
 
 
 # Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read

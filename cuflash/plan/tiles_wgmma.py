@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import TILE_MAP_BYTES, Device, Tile, round_up
+from .tiles import Device, Tile, round_up, tile_map_bytes
 
 _BUCKETS = (64, 96, 128, 192, 256)
 _PRODUCERS = 128
@@ -40,7 +40,7 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     elements = tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     maxima, exchange = 64 * (tile.num_threads - _PRODUCERS) // 32, 128
     barriers = 8 * (4 * tile.stages + tile.block_m // 64)
-    beside = tile.block_m * 48 + maxima + exchange + TILE_MAP_BYTES + 24 + 52 + barriers
+    beside = tile.block_m * 48 + maxima + exchange + tile_map_bytes(traits) + 24 + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 
 

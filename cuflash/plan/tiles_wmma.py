@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, TILE_MAP_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up
+from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up, tile_map_bytes
 
 
 def wmma_bucket(head_dim: int) -> int:
@@ -21,7 +21,7 @@ def wmma_shared_memory(traits: Traits, tile: Tile) -> int:
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
     factors = tile.block_m * 4
-    return round_up(q_and_k + v + scores + factors + TILE_MAP_BYTES + TILE_KEYS_BYTES + 24, 32)
+    return round_up(q_and_k + v + scores + factors + tile_map_bytes(traits) + TILE_KEYS_BYTES + 24, 32)
 
 
 def wmma_limits(traits: Traits, device: Device) -> str | None:

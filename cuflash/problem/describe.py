@@ -29,7 +29,7 @@ from .checks import (
     with_heads,
 )
 from .kind import Kind
-from .problem import ARRAYS, Dtypes, Problem, Strides, Traits, dense_shapes, varlen_shapes
+from .problem import ARRAYS, Cache, Dtypes, Problem, Strides, Traits, dense_shapes, varlen_shapes
 from .signatures import Causal
 
 
@@ -149,19 +149,9 @@ def describe_varlen(
     cu_seqlens_q: Any,
     cu_seqlens_k: Any = None,
     *,
-    causal: Causal = False,
-    window: Any = None,
-    scale: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    precision: str | None = None,
     max_seqlen_q: Any = None,
     max_seqlen_k: Any = None,
-    return_lse: bool = False,
-    out: Any = None,
-    lse: Any = None,
-    out_dtype: Any = None,
+    **options: Any,
 ) -> tuple[Problem, dict[str, ArrayInfo]]:
     """Check a call of `attention_varlen`; return its meaning and the arrays that it names.
 
@@ -191,23 +181,59 @@ def describe_varlen(
     batch = (num_boundaries - 1,)
     found = varlen_shapes(batch, (num_heads_q, num_heads_kv), (total_q, total_k), (head_dim, head_dim_v))
     shapes: dict[str, Any] = dict(zip(ARRAYS, found, strict=True))
-    if alibi_slopes is not None:
-        optional_array(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, shapes["alibi_slopes"])
-    if sinks is not None:
-        optional_array(infos, "sinks", sinks, FLOAT_NAMES, shapes["sinks"])
-    right, offset = parse_causal(causal, None, None)
+    heads, totals = (num_heads_q, num_heads_kv), (total_q, total_k)
+    return problem_with_options("attention_varlen", infos, shapes, batch, heads, totals, None, **options), infos
+
+
+def problem_with_options(
+    op: str,
+    infos: dict[str, ArrayInfo],
+    shapes: dict[str, Any],
+    batch: tuple[int, ...],
+    heads: tuple[int, int],
+    seqlens: tuple[int, int],
+    bottom_right: int | None,
+    cache: Cache | None = None,
+    *,
+    causal: Causal = False,
+    window: Any = None,
+    scale: Any = None,
+    softcap: Any = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    precision: str | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    out_dtype: Any = None,
+    workspace: Any = None,
+) -> Problem:
+    """Check the options that calls of packed sequences and of caches have in common; return the problem.
+
+    `shapes` are those of the arrays, `bottom_right` is the query offset if the last query stands at the last key, and
+    None where lengths are not known. Arrays of a cache get the names that they have in a problem.
+    """
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            optional_array(infos, name, x, FLOAT_NAMES, shapes[name])
+    right, offset = parse_causal(causal, None, bottom_right)
     window_left, window_right = parse_window(window, right)
     out_name = check_results(infos, out, lse, out_dtype, shapes["out"])
+    if workspace is not None:
+        check_workspace(infos, workspace)
+    if cache is not None:
+        caches = {name: infos.pop(f"{name}_cache") for name in "kv"}
+        is_known = not cache.page_size and "seqlens_k" not in infos
+        infos |= {name: first_keys(x, seqlens[1]) if is_known else x for name, x in caches.items()}
     strides = _strides_to_find(parse_flag("return_lse", return_lse) or lse is not None)
-    scale = parse_scale(scale, head_dim, q_info.dtype)
-    traits = _traits("attention_varlen", infos, out_name, (window_left, window_right), softcap, precision)
+    scale = parse_scale(scale, infos["q"].shape[-1], infos["q"].dtype)
     like = Problem(
-        traits=traits,
+        traits=_traits(op, infos, out_name, (window_left, window_right), softcap, precision),
         batch=batch,
-        num_heads_q=num_heads_q,
-        num_heads_kv=num_heads_kv,
-        seqlen_q=total_q,
-        seqlen_k=total_k,
+        num_heads_q=heads[0],
+        num_heads_kv=heads[1],
+        seqlen_q=seqlens[0],
+        seqlen_k=seqlens[1],
         window_left=window_left,
         window_right=window_right,
         query_offset=offset,
@@ -216,8 +242,15 @@ def describe_varlen(
         strides=strides,
         dtypes=_dtypes(infos),
         is_2d=False,
+        cache=cache,
     )
-    return _at(like, infos), infos
+    return _at(like, infos)
+
+
+def first_keys(info: ArrayInfo, length: int) -> ArrayInfo:
+    """Read keys from the first one on, on axis -2 of four."""
+    array = None if info.array is None else info.array[:, :, :length]
+    return info._replace(array=array, shape=(*info.shape[:2], length, info.shape[3]))
 
 
 def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
@@ -265,6 +298,8 @@ def _traits(
         alibi_slopes="alibi_slopes" in infos,
         sinks="sinks" in infos,
         query_offset="query_offset" in infos,
+        seqlens_k="seqlens_k" in infos,
+        page_table="page_table" in infos,
         input_alignment=1,
         result_alignment=1,
     )

@@ -5,25 +5,30 @@ A call is checked once for its kind. With other lengths nothing is asked again b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import gcd
 from typing import Any
 
 from .arrays import strides_like
 from .problem import (
     ARRAYS,
+    Cache,
     Problem,
     Shapes,
     Strides,
     Traits,
     alignment_of,
+    cache_shapes,
     dense_shapes,
     itemsizes,
     varlen_shapes,
 )
 
-_V = ARRAYS.index("v")
+_K, _V = ARRAYS.index("k"), ARRAYS.index("v")
 _OUT, _LSE = _RESULTS = ARRAYS.index("out"), ARRAYS.index("lse")
+_SEQLENS_K, _PAGE_TABLE, _K_NEW, _V_NEW = map(ARRAYS.index, ("seqlens_k", "page_table", "k_new", "v_new"))
+_NOT_BROADCAST = *_RESULTS, _SEQLENS_K, _PAGE_TABLE, _K_NEW, _V_NEW
 _CU_SEQLENS_Q, _CU_SEQLENS_K = ARRAYS.index("cu_seqlens_q"), ARRAYS.index("cu_seqlens_k")
 
 
@@ -40,7 +45,7 @@ class Kind:
         traits = like.traits
         self._like = like
         self._packed = traits.op == "attention_varlen"
-        self._shapes = varlen_shapes if self._packed else dense_shapes
+        self._shapes: Callable[..., Shapes] = varlen_shapes if self._packed else dense_shapes
         self._heads = like.num_heads_q, like.num_heads_kv
         self._head_dims = traits.head_dim, traits.head_dim_v
         self._sizes = itemsizes(like)
@@ -65,7 +70,7 @@ class Kind:
             that the operation does not take they may be anything.
         """
         like = self._like
-        batch, offset = like.batch, like.query_offset
+        batch, offset, cache, find_shapes = like.batch, like.query_offset, like.cache, self._shapes
         if self._packed:
             boundaries = shapes[_CU_SEQLENS_Q]
             if shapes[_CU_SEQLENS_K] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:
@@ -75,11 +80,17 @@ class Kind:
         else:
             seqlen_q, seqlen_k = shapes[0][-2], shapes[1][-2]
             num_values = shapes[_V][-2] if self._has_values else seqlen_k
-            if like.bottom_right:
+            if cache is not None:
+                if num_values != seqlen_k:
+                    return None
+                num_values = seqlen_k = self._keys_in_cache(shapes)
+                cache = self._cache(shapes)
+                find_shapes = partial(cache_shapes, cache=cache)
+            if like.bottom_right and not like.traits.seqlens_k:
                 offset = seqlen_k - seqlen_q
         if num_values != seqlen_k:
             return None
-        targets = self._shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
+        targets = find_shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
         found = list(strides)
         if not self._has_values:
             found[_V] = None
@@ -87,7 +98,7 @@ class Kind:
             shape, target = shapes[i], targets[i]
             if shape is None or (shape == target and not like.is_2d):
                 continue
-            if i in _RESULTS and shape != (target[1:] if like.is_2d else target):
+            if i in _NOT_BROADCAST and shape != (target[1:] if like.is_2d else target):
                 return None
             found[i] = broadcast_strides(shape, strides[i], target)
             if found[i] is None:
@@ -105,8 +116,25 @@ class Kind:
             self._traits[widths] = traits
         return Problem(
             traits, batch, like.num_heads_q, like.num_heads_kv, seqlen_q, seqlen_k, like.window_left, like.window_right,
-            offset, like.bottom_right, like.scale, Strides(*found), like.dtypes, like.is_2d,
+            offset, like.bottom_right, like.scale, Strides(*found), like.dtypes, like.is_2d, cache,
         )  # fmt: skip
+
+    def _cache(self, shapes: tuple[Any, ...]) -> Cache:
+        """How keys and values lie in a call's cache."""
+        assert self._like.cache is not None, "else it has none"
+        num_new = shapes[_K_NEW][-2] if shapes[_K_NEW] is not None else 0
+        pages = (0, 0, 0)
+        if self._like.traits.page_table:
+            pages = shapes[_K][0], shapes[_K][-2], shapes[_PAGE_TABLE][-1]
+        return Cache(num_new, *pages, self._like.cache.num_splits)
+
+    def _keys_in_cache(self, shapes: tuple[Any, ...]) -> int:
+        """Keys of a batch, at most."""
+        if not self._like.traits.page_table:
+            return int(shapes[_K][-2])
+        if self._like.traits.seqlens_k:
+            return int(shapes[_K][-2] * shapes[_PAGE_TABLE][-1])
+        return self._like.seqlen_k
 
     def _all_aligned(self, strides: Sequence[Any], pointers: Sequence[int]) -> bool:
         """Whether everything certainly lies as it is best (False: look closer)."""

@@ -29,6 +29,11 @@ class Strides(NamedTuple):
     sinks: tuple[int, ...] | None = None
     query_offset: tuple[int, ...] | None = None
     """Where it is an array."""
+    seqlens_k: tuple[int, ...] | None = None
+    """Likewise."""
+    page_table: tuple[int, ...] | None = None
+    k_new: tuple[int, ...] | None = None
+    v_new: tuple[int, ...] | None = None
     cu_seqlens_q: tuple[int, ...] | None = None
     cu_seqlens_k: tuple[int, ...] | None = None
 
@@ -43,6 +48,10 @@ class Dtypes(NamedTuple):
     alibi_slopes: str = ""
     sinks: str = ""
     query_offset: str = ""
+    seqlens_k: str = ""
+    page_table: str = ""
+    k_new: str = ""
+    v_new: str = ""
     cu_seqlens_q: str = ""
     cu_seqlens_k: str = ""
 
@@ -62,7 +71,7 @@ class Traits(NamedTuple):
     """All that a build may depend on: no length, no stride, and of the values only the cap."""
 
     op: str
-    """`"attention"`, `"attention_varlen"` or `"attention_lse"`."""
+    """`"attention"`, `"attention_varlen"`, `"attention_lse"` or `"attention_with_kv_cache"`."""
     dtype: str
     out_dtype: str
     precision: str
@@ -80,6 +89,10 @@ class Traits(NamedTuple):
     sinks: bool
     query_offset: bool
     """Whether it is an array."""
+    seqlens_k: bool
+    """Likewise: each batch has a length of its own."""
+    page_table: bool
+    """Whether keys and values lie in pages."""
     input_alignment: int
     """16 if q, k and v can move in 16-byte vectors, 1 if an element of any input lies on no boundary, else its size."""
     result_alignment: int
@@ -111,6 +124,20 @@ class Traits(NamedTuple):
         return "float64" if self.dtype == "float64" else "float32"
 
 
+class Cache(NamedTuple):
+    """How keys and values lie in a cache, and what is appended to them."""
+
+    num_new: int
+    """Keys that each batch has appended before it is attended to."""
+    num_pages: int
+    page_size: int
+    """Keys of a page; 0 where each batch has its keys in one piece."""
+    max_pages: int
+    """Of a batch."""
+    num_splits: int | None
+    """Blocks that share the keys of one tile, if the call says so."""
+
+
 class Problem(NamedTuple):
     """Everything about a call that decides its result, except the values in the arrays."""
 
@@ -122,12 +149,13 @@ class Problem(NamedTuple):
     seqlen_q: int
     """Queries per head; for packed sequences the total over all sequences."""
     seqlen_k: int
+    """Keys per head, likewise; where `seqlens_k` is an array the most that there may be."""
     window_left: int | None
     """Key j is visible only if j >= p - window_left (None: open). p is the query's key position."""
     window_right: int | None
     """Key j is visible only if j <= p + window_right (None: open). `causal` is already folded in here."""
     query_offset: int | None
-    """Key position of query 0. None: that of the array, or (packed sequences) Nk - Nq of each sequence."""
+    """Key position of query 0. None: that of the array, or Nk - Nq of each sequence, whose lengths are in an array."""
     bottom_right: bool
     """The offset is Nk - Nq because nothing else was asked for, so it follows the lengths."""
     scale: float
@@ -135,6 +163,8 @@ class Problem(NamedTuple):
     dtypes: Dtypes
     is_2d: bool
     """q, k and v were 2-D, so the results have no head axis."""
+    cache: Cache | None = None
+    """Where keys and values lie in one."""
 
     def __str__(self) -> str:
         return describe_in_words(self)
@@ -157,7 +187,7 @@ def dense_shapes(
     scores = (*lse, seqlens[1])
     return (
         (*lse, head_dims[0]), (*of_keys, head_dims[0]), (*of_keys, head_dims[1]), (*lse, head_dims[1]), lse, scores,
-        scores, of_heads, of_heads, batch, (), (),
+        scores, of_heads, of_heads, batch, (), (), (), (), (), (),
     )  # fmt: skip
 
 
@@ -168,16 +198,32 @@ def varlen_shapes(
     lse, of_keys, of_heads, boundaries = (totals[0], heads[0]), (totals[1], heads[1]), (*batch, heads[0]), batch[0] + 1
     return (
         (*lse, head_dims[0]), (*of_keys, head_dims[0]), (*of_keys, head_dims[1]), (*lse, head_dims[1]), lse, (), (),
-        of_heads, of_heads, (), (boundaries,), (boundaries,),
+        of_heads, of_heads, (), (), (), (), (), (boundaries,), (boundaries,),
     )  # fmt: skip
+
+
+def cache_shapes(
+    batch: tuple[int, ...], heads: tuple[int, int], seqlens: tuple[int, int], head_dims: tuple[int, int], cache: Cache
+) -> Shapes:
+    """Shapes to which the arrays of a call with a cache broadcast."""
+    shapes = dict(zip(ARRAYS, dense_shapes(batch, heads, seqlens, head_dims), strict=True))
+    new = *batch, heads[1], cache.num_new
+    shapes |= {"seqlens_k": batch, "k_new": (*new, head_dims[0]), "v_new": (*new, head_dims[1])}
+    if cache.page_size:
+        pages = cache.num_pages, heads[1], cache.page_size
+        shapes |= {"k": (*pages, head_dims[0]), "v": (*pages, head_dims[1]), "page_table": (*batch, cache.max_pages)}
+    return tuple(shapes.values())
 
 
 def shapes_of(problem: Problem) -> Shapes:
     """Shapes to which the arrays of a problem broadcast."""
     p, traits = problem, problem.traits
-    find = varlen_shapes if traits.op == "attention_varlen" else dense_shapes
     heads, seqlens = (p.num_heads_q, p.num_heads_kv), (p.seqlen_q, p.seqlen_k)
-    return find(p.batch, heads, seqlens, (traits.head_dim, traits.head_dim_v))
+    head_dims = traits.head_dim, traits.head_dim_v
+    if p.cache is not None:
+        return cache_shapes(p.batch, heads, seqlens, head_dims, p.cache)
+    find = varlen_shapes if traits.op == "attention_varlen" else dense_shapes
+    return find(p.batch, heads, seqlens, head_dims)
 
 
 def itemsizes(problem: Problem) -> list[int]:
@@ -222,10 +268,14 @@ def describe_in_words(problem: Problem) -> str:
     ]
     if traits.window:
         parts.append(f"window ({p.window_left}, {p.window_right})")
+    if p.cache is not None and traits.page_table:
+        parts.append(f"{p.cache.num_pages} pages of {p.cache.page_size}")
+    if p.cache is not None and p.cache.num_new:
+        parts.append(f"{p.cache.num_new} new")
     parts += [name for name in _NAMED if getattr(p.strides, name) is not None]
     if traits.softcap:
         parts.append(f"softcap {traits.softcap:g}")
     return ", ".join(parts)
 
 
-_NAMED = ("bias", "mask", *HEAD_ARRAYS, "lse")
+_NAMED = ("seqlens_k", "bias", "mask", *HEAD_ARRAYS, "lse")

@@ -106,6 +106,17 @@ if TYPE_CHECKING:
         max_seqlen_q: SupportsIndex | None
         max_seqlen_k: SupportsIndex | None
 
+    class CacheOptions(Options, total=False):
+        """What `attention_with_kv_cache` takes beside."""
+
+        k_new: AnyArray | None
+        v_new: AnyArray | None
+        page_table: AnyArray | None
+        num_splits: SupportsIndex | None
+        bias: AnyArray | None
+        mask: AnyArray | None
+        workspace: AnyArray | None
+
     class DenseResults(DenseOptions, total=False):
         """With a choice of results, whose type is left open."""
 
@@ -113,6 +124,12 @@ if TYPE_CHECKING:
         out_dtype: FloatDtype | None
 
     class VarlenResults(VarlenOptions, total=False):
+        """Likewise."""
+
+        out: AnyArray | None
+        out_dtype: FloatDtype | None
+
+    class CacheResults(CacheOptions, total=False):
         """Likewise."""
 
         out: AnyArray | None
@@ -134,6 +151,7 @@ _CAUSAL = "causal (True lets the last query see the last key; 'top_left' lines u
 _LENGTHS = "cu_seqlens_q and cu_seqlens_k, which attention_varlen takes"
 _MASK = "mask (bool, True = attend), or bias if it is added to the scores"
 _PADDING = "mask (bool, True = attend, shape (B, 1, 1, Nk))"
+_CACHED = f"{_PADDING}; attention_with_kv_cache takes seqlens_k"
 _WINDOW = "window=(left, right), in which None leaves a side open, not -1"
 _OUR_NAMES = {
     "alibi": "alibi_slopes",
@@ -141,7 +159,8 @@ _OUR_NAMES = {
     "attn_bias": "bias, or causal, window or mask for what only hides",
     "attn_mask": _MASK,
     "block_mask": _MASK,
-    "cache_seqlens": _PADDING,
+    "block_table": "page_table, which attention_with_kv_cache takes",
+    "cache_seqlens": _CACHED,
     "causal_mask": _CAUSAL,
     "cu_seqlens": _LENGTHS,
     "cu_seqlens_kv": _LENGTHS,
@@ -149,7 +168,7 @@ _OUR_NAMES = {
     "dtype": "out_dtype",
     "is_causal": _CAUSAL,
     "key_padding_mask": f"{_PADDING}: ~key_padding_mask[:, None, None, :] if True is padding",
-    "key_value_seq_lengths": _PADDING,
+    "key_value_seq_lengths": _CACHED,
     "learnable_sink": "sinks",
     "local_window_size": _WINDOW,
     "logit_cap": "softcap",
@@ -161,7 +180,7 @@ _OUR_NAMES = {
     "return_softmax_lse": "return_lse",
     "s_aux": "sinks",
     "segment_ids": _LENGTHS,
-    "seqused_k": _PADDING,
+    "seqused_k": _CACHED,
     "sink": "sinks",
     "sliding_window": "window=(sliding_window - 1, 0)",
     "sm_scale": "scale",
@@ -171,6 +190,18 @@ _OUR_NAMES = {
     "window_left": _WINDOW,
     "window_size": _WINDOW,
 }
+_OUR_CACHE_NAMES = {
+    "block_table": "page_table",
+    "block_tables": "page_table",
+    "cache_batch_idx": "page_table, with a page for each batch of the cache",
+    "cache_seqlens": "seqlens_k",
+    "k": "k_new, which is appended to k_cache",
+    "key_value_seq_lengths": "seqlens_k",
+    "page_indices": "page_table",
+    "seqused_k": "seqlens_k",
+    "v": "v_new, which is appended to v_cache",
+}
+"""Of arguments of `attention_with_kv_cache`, whose meaning elsewhere is another one."""
 _HEADS_FIRST = "axes are (..., heads, sequence, feature); x.swapaxes(-3, -2) makes them so without a copy"
 _NO_DROPOUT = "cuflash has no dropout, leave it out"
 _NOT_NEEDED = {
@@ -212,13 +243,15 @@ def check_options(function: str, given: Iterable[str]) -> None:
 
 
 def _hint(name: str, known: frozenset[str]) -> str:
-    for function, parameters in _parameters.items():
-        if name in parameters:
+    if "seqlens_k" in known and name in _OUR_CACHE_NAMES:
+        return f"cuflash calls it {_OUR_CACHE_NAMES[name]}"
+    if name in _NOT_NEEDED:
+        return _NOT_NEEDED[name]
+    for function in sorted(_parameters, key=len):
+        if name in _parameters[function]:
             return f"{function} takes it"
     if name in _OUR_NAMES:
         return f"cuflash calls it {_OUR_NAMES[name]}"
-    if name in _NOT_NEEDED:
-        return _NOT_NEEDED[name]
     from difflib import get_close_matches
 
     close = get_close_matches(name.lower(), sorted(known), n=1)

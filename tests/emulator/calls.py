@@ -25,12 +25,12 @@ from kernels.test_forward_mma import (
 )
 from kernels.test_precise import assert_precise, draw
 
-from cuflash import attention, reference
+from cuflash import attention, attention_with_kv_cache, reference
 from cuflash.problem.arrays import DTYPES
 from cuflash.problem.describe import describe_attention
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, merge
-from emulator.test_kernels import MALFORMED, malformed
+from emulator.test_kernels import MALFORMED, malformed, malformed_cache
 
 Call = Callable[[Emulator], None]
 
@@ -286,6 +286,17 @@ def _prepared_tokens(emulator: Emulator) -> None:
         np.testing.assert_allclose(out, exact, atol=3e-6)
 
 
+def _appended_rows(emulator: Emulator) -> None:
+    """Rows that lie in vectors where they come from, where they go to, both or none, of whole vectors or not."""
+    rng, dtype, width = np.random.default_rng(0), _type(emulator), min(32, emulator.spec.max_head_dim)
+    for from_step, to_step, features in ((1, 1, width), (2, 1, width), (1, 2, width), (2, 2, width), (1, 1, width - 4)):
+        new = rng.standard_normal((3, 1, 2, 3, 64)).astype(dtype)[..., : features * from_step : from_step]
+        caches = np.ones((2, 2, 1, 2, 40, 64), dtype)[..., : features * to_step : to_step]
+        for call, cache in zip((emulator.attention_with_kv_cache, attention_with_kv_cache), caches, strict=True):
+            call(new[0], *cache, seqlens_k=np.array([5]), k_new=new[1], v_new=new[2])
+        assert (caches[0] == caches[1]).all()
+
+
 _CASES_BY_NAME = CASES_BY_NAME | {
     "broad": Case("broad", (70, 192), (150, 192), options={"causal": True}),
     "broad-window": Case("broad-window", (140, 160), (170, 160), options={"window": (10, 10)}),
@@ -320,7 +331,9 @@ _CASES = (
     "window-100-0 float16", "packed-tail-True float16", "packed-plain-True float16", "packed-top_left float16",
     "bias-mask-odd float16", "bias-float32 float16", "bias-float16 float16", "mask-keys float16",
     "mask-scalar float16", "packed-many-True float16", "keys-4090 float16", "keys-8192 float16", "keys-9000 float16",
-    "wide-window-160 float16 64x32x2",
+    "wide-window-160 float16 64x32x2", "cache-no-room float16", "cache-gaps float16", "cache-one-head float16",
+    "cache-top_left float16", "paged-no-room float16", "paged-everything float16", "paged-gaps float16",
+    "paged-wide float16",
 )  # fmt: skip
 """Cases of the matrix, their dtypes and, for some, their tiles."""
 _SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
@@ -370,6 +383,9 @@ CALLS: dict[str, Call] = {
     "merge-narrow": partial(_merge, 132),
     "merge-wide": partial(_merge, 600),
     **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
+    "appended_rows": _appended_rows,
+    "malformed-cache": lambda emulator: malformed_cache(emulator, (-5, 2**63 - 1, 39), None),
+    "malformed-pages": lambda emulator: malformed_cache(emulator, (-5, 2**63 - 1, 39), (-1, 2**40, 7)),
     # The longest by far, for the few mutants that are left: keys of one sum, and some more.
     "broad-keys-4096": partial(_case, "broad-keys-4096", "float16", "128x64x2"),
     "wide-keys-4200": partial(_case, "wide-keys-4200", "float16", "128x64x2"),

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.arguments import pack_pointers
+from cuflash.gpu.arguments import pack_pointers, pack_values
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import launch_parts
 from cuflash.gpu.merge import NUM_THREADS
@@ -29,9 +29,10 @@ from cuflash.gpu.workspace import merge_of_splits
 from cuflash.plan.partial import partial_of
 from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
-from cuflash.plan.tiles import PREPARING
+from cuflash.plan.tiles import APPENDING, PREPARING
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.problem.parts import Parts, describe_parts, result_operands
 from cuflash.problem.problem import ARRAYS, Problem, result_rows
 from cuflash.settings import Settings
@@ -273,13 +274,18 @@ class Emulator:
         """Compute `cuflash.attention_lse(...)`."""
         return self.run(*describe_attention_lse(*arrays, out=out, **options), None, out)
 
+    def attention_with_kv_cache(self, *arrays: Any, **options: Any) -> Any:
+        """Compute `cuflash.attention_with_kv_cache(...)`."""
+        return self.run(*describe_kv_cache(*arrays, **options), options.get("out"), options.get("lse"))
+
     def refuses(self, problem: Problem) -> bool:
         """Whether the kernel does not serve the problem."""
         return self.spec.refusal(problem.traits, self.device) is not None
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
-        plan = make_plan(problem, self.device, self.settings, self.num_splits)
+        chosen = problem.cache is not None and problem.cache.num_splits is not None
+        plan = make_plan(problem, self.device, self.settings, None if chosen else self.num_splits)
         rows = result_rows(problem)
         spans = {name: span(info) for name, info in infos.items()}
         traits, strides = problem.traits, problem.strides
@@ -288,6 +294,8 @@ class Emulator:
         if strides.lse is not None:
             lse, spans["lse"] = new_result(rows, traits.lse_dtype, strides.lse, lse)
         pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
+        if plan.append is not None:
+            self._append(problem, plan, pointers, spans)
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
         # A poisoned workspace of exactly the plan's size.
         memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
@@ -312,6 +320,16 @@ class Emulator:
             return self._run_split(problem, plan, pointers, prepared, workspace, ranges, out, lse)
         self._launch(problem, plan, [*pointers, *prepared], ranges)
         return out if lse is None else lse if out is None else (out, lse)
+
+    def _append(
+        self, problem: Problem, plan: Plan, pointers: list[int], spans: dict[str, tuple[int, int, int]]
+    ) -> None:
+        """Append keys and values to a cache, which nothing else may write."""
+        assert plan.append is not None, "else there is nothing to append"
+        there = [(begin, end, name, name in ("k", "v")) for name, (_, begin, end) in spans.items() if begin < end]
+        kernel = compile_kernel(plan.append.program, self.sources)
+        arguments = pack_pointers(*pointers, 0, 0) + pack_values(problem, plan)
+        kernel.launch(plan.append.num_blocks, APPENDING.num_threads, 0, arguments, there, self.seed)
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:

@@ -15,6 +15,7 @@ from cuflash.gpu import launch
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, compiler
 
@@ -108,7 +109,7 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
     "name",
     [
         "everything", "causal-200x131", "head_dim-80-160", "wide-causal", "wide-window", "wide-everything",
-        "lse-everything",
+        "lse-everything", "paged-prompt", "paged-wide", "paged-gaps",
     ],
 )  # fmt: skip
 def test_every_tile_of_forward_mma(name: str) -> None:
@@ -186,6 +187,39 @@ def malformed(emulator: Emulator, values: tuple[int, ...]) -> None:
     assert not np.isnan(lse).any()
     expected = np.where(np.isneginf(lse), 0.0, 1.0)[..., np.newaxis]
     assert (np.abs(out.astype(np.float64) - expected) < 1e-3).all()
+
+
+def malformed_cache(emulator: Emulator, lengths: tuple[int, ...], pages: tuple[int, ...] | None) -> None:
+    """Values of all ones and NaN in no row: whatever lengths and table hold, nothing outside of the cache is touched.
+
+    Rows of the cache that something may be appended to hold ones, too.
+    """
+    head_dim = min(32, emulator.spec.max_head_dim)
+    q = np.ones((len(lengths), 4, 2, head_dim), DTYPES_BY_NAME[emulator.spec.dtypes[0]])
+    new = q[:, :2]
+    cache = np.ones((3, 2, 40, head_dim) if pages is None else (3, 2, 16, head_dim), q.dtype)
+    seqlens_k = np.zeros(len(lengths), np.int64)
+    table = None if pages is None else np.zeros((len(lengths), 3), np.int64)
+    problem, infos = describe_kv_cache(
+        q, cache, cache.copy(), seqlens_k=seqlens_k, k_new=new, v_new=new, page_table=table, return_lse=True
+    )
+    if emulator.refuses(problem):
+        return
+    seqlens_k[:] = lengths  # past the checks
+    if table is not None:
+        table[:] = pages
+    out, lse = emulator.run(problem, infos)
+    assert not np.isnan(lse).any() and (np.abs(out.astype(np.float64) - 1) < 1e-3).all()
+    capacity = 40 if pages is None else 48
+    keys = np.minimum(np.clip(lengths, 0, capacity) + 2, capacity)
+    np.testing.assert_allclose(lse[:, 0, 0], np.sqrt(head_dim) + np.log(keys), rtol=1e-3)
+    assert (cache == 1).all()
+
+
+@rows
+@pytest.mark.parametrize("pages", [None, (-1, 2**40, 7), (2, -(2**60), 1)], ids=["contiguous", "beyond", "before"])
+def test_malformed_caches_stay_inside(spec: KernelSpec, pages: tuple[int, ...] | None) -> None:
+    malformed_cache(Emulator(spec.name), (-5, 2**63 - 1, 39), pages)
 
 
 MALFORMED = {

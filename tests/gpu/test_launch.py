@@ -20,6 +20,7 @@ from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.describe import describe_attention, describe_attention_lse
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
@@ -110,19 +111,49 @@ def test_splits_go_through_the_workspace(monkeypatch: pytest.MonkeyPatch) -> Non
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, plan.workspace + 64, None, 0), 3)
     scratch = cupy.ndarray((plan.workspace + 13,), np.uint8, memory)
     out, lse = (cupy.ndarray(shape, dtype, q.data) for shape, dtype in (((2, 4, 1, 64), np.float16), ((2, 4, 1), "f")))
-    assert split_call.run([1, 2, 3, 400, 500] + [0] * 7, out, lse, scratch) == (out, lse)
+    assert split_call.run([1, 2, 3, 400, 500] + [0] * 11, out, lse, scratch) == (out, lse)
     at, partial_lse = (1 << 45) + 16, (1 << 45) + 16 + plan.num_splits * 2 * 4 * 64 * 4
     (first, grid, pointers), (second, _, joined) = launched
     assert (first, grid, pointers) == (plan.kernel, (plan.num_blocks,), [1, 2, 3, at, partial_lse])
     assert (second, joined) == ("merge", [at, partial_lse, 400, 500])
 
-    pointers = [q.data.ptr, k.data.ptr, k.data.ptr, 0, 0] + [0] * 7
+    pointers = [q.data.ptr, k.data.ptr, k.data.ptr, 0, 0] + [0] * 11
     assert split_call.takes(scratch, pointers)
     assert not split_call.takes(scratch[1:-13], pointers), "too small from the boundary on"
     assert not split_call.takes(scratch[::2], pointers)
     assert not split_call.takes(scratch.view(np.int8), pointers)
     assert not split_call.takes(np.empty(plan.workspace + 16, np.uint8), pointers)
     assert not split_call.takes(cupy.ndarray(scratch.shape, np.uint8, k.data + 64), pointers), "over the keys"
+
+
+def test_keys_are_appended_before_all_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same addresses, also where the results of splits go elsewhere; a step later nothing is planned anew."""
+    launched: list[tuple[str, tuple[int, ...], list[int]]] = []
+
+    def kernel_function(program: Any, device_id: int) -> Any:
+        def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
+            launched.append((program.kernel, grid, _pointers(arguments, 4 if program.kernel == "merge" else 5)))
+
+        return function
+
+    for module in (launch, workspace):
+        monkeypatch.setattr(module, "kernel_function", kernel_function)
+    step, cached = (2, 4, 1, 64), (2, 4, 9000, 64)
+    shapes = ((2, 8, 1, 64), np.float16), (cached, np.float16), (cached, np.float16), (step, np.float16), ((2,), "i")
+    found = [_array(shape, dtype, "contiguous") for shape, dtype in shapes]
+    apart = [cupy.ndarray(x.shape, x.dtype, x.data + (i << 25)) for i, x in enumerate(found)]
+    q, cache, values, new, lengths = apart
+    problem, _ = describe_kv_cache(q, cache, values, seqlens_k=lengths, k_new=new, v_new=new)
+    call = launch.Launch(problem, make_plan(problem, device_of(90), AUTOMATIC), 0)
+    call._get_device = lambda: 0
+    plan = call.plan
+    assert plan.num_splits > 1 and plan.append is not None and plan.append.num_blocks == 2 * 2 * 4 * 32 // 128
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, plan.workspace, None, 0), 0)
+    scratch = cupy.ndarray((plan.workspace,), np.uint8, memory)
+    assert call.run([1, 2, 3, 400, 0] + [0] * 11, q, None, scratch) is q
+    (first, grid, pointers), (second, _, others), (third, *_) = launched
+    assert (first, second, third) == ("append_keys", plan.kernel, "merge")
+    assert grid == (plan.append.num_blocks,) and pointers == [1, 2, 3, 400, 0] and others[:3] == [1, 2, 3]
 
 
 def test_splits_without_values_have_sums_alone_in_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +174,8 @@ def test_splits_without_values_have_sums_alone_in_the_workspace(monkeypatch: pyt
     assert call.plan.num_splits > 1 and call.plan.workspace == call.plan.num_splits * 2 * 4 * 3 * 4
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, call.plan.workspace, None, 0), 0)
     scratch, out = cupy.ndarray((call.plan.workspace,), np.uint8, memory), cupy.ndarray((2, 4, 1), "f", q.data)
-    assert call.takes(scratch, [q.data.ptr, k.data.ptr, *[0] * 10])
-    assert call.run([1, 2, 0, 0, 500] + [0] * 7, None, out, scratch) is out
+    assert call.takes(scratch, [q.data.ptr, k.data.ptr, *[0] * 14])
+    assert call.run([1, 2, 0, 0, 500] + [0] * 11, None, out, scratch) is out
     at = 1 << 45
     assert launched == [[1, 2, 0, at, at], [at, at, 0, 500]]
 

@@ -15,7 +15,19 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash.plan.table import KERNELS, KernelSpec
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, INTEGER_NAMES
-from cuflash.testing import LAYOUTS, Case, Data, Outcome, Poisoned, check, expected_shape, make_data, results_of
+from cuflash.testing import (
+    LAYOUTS,
+    Cached,
+    Case,
+    Data,
+    Outcome,
+    Poisoned,
+    check,
+    expected_shape,
+    make_data,
+    results_of,
+    run,
+)
 
 Shape = tuple[int, ...]
 
@@ -228,6 +240,47 @@ def alike_calls(draw: Callable[[Any], Any]) -> Call:
     return Call(case, draw(st.sampled_from(("float16", "float32"))), shapes, layouts, (), **_values(draw))
 
 
+@st.composite
+def cached_cases(draw: Callable[[Any], Any], gpu: bool) -> tuple[Case, str]:
+    """Draw a call of `attention_with_kv_cache`, and its dtype."""
+    dtype = draw(st.sampled_from(FLOAT_NAMES))
+    num_heads_q, num_heads_kv = _heads(draw)
+    head_dim, head_dim_v = _head_dims(draw, gpu)
+    batch = 0 if _one_in(30, draw) else draw(st.integers(1, 4))
+    page_size = draw(st.sampled_from((0, 0, 1, 3, 16, 64)))
+    capacity, seqlen_q = draw(SEQLENS), draw(st.one_of(st.sampled_from((1, 1, 2, 5)), SEQLENS))
+    capacity = -(-capacity // page_size) * page_size if page_size else capacity
+    lengths = draw(st.lists(st.integers(0, capacity + 3), min_size=batch, max_size=batch))
+    num_new = draw(st.sampled_from((0, 1, seqlen_q, 20)))
+    if batch * num_heads_q * seqlen_q * capacity * (head_dim + head_dim_v) > WORK:
+        num_heads_q, num_heads_kv = num_heads_q // max(num_heads_kv, 1), min(num_heads_kv, 1)
+    options = _score_options(draw, dtype, gpu)
+    if _one_in(3, draw):
+        options["num_splits"] = draw(st.integers(1, 5))
+    scores = (batch, num_heads_q, seqlen_q, capacity)
+    arrays: dict[str, tuple[Shape, str]] = {}
+    for name, shape, dtypes in (
+        ("bias", scores, FLOAT_NAMES), ("mask", scores, ("bool",)), ("alibi_slopes", scores[:2], FLOAT_NAMES),
+        ("sinks", scores[:2], FLOAT_NAMES),
+    ):  # fmt: skip
+        if _one_in(5, draw):
+            arrays[name] = _shrunk(shape, draw), draw(st.sampled_from(dtypes))
+    layout = draw(st.sampled_from([name for name in LAYOUTS if name != "broadcast"]))
+    known = lengths[0] if batch and draw(st.booleans()) else tuple(lengths)
+    shape_q, shape_k = (batch, num_heads_q, seqlen_q, head_dim), (batch, num_heads_kv, capacity, head_dim)
+    case = Case("random", shape_q, shape_k, head_dim_v, options, arrays, layout, give_out=_one_in(3, draw))
+    return case._replace(cached=Cached(known, num_new, page_size)), dtype
+
+
+def assert_cache_right_twice(call: tuple[Case, str], xp: Any, function: Any = None, *, rounds: bool = False) -> None:
+    """The same as `assert_right_twice`."""
+    case, dtype = call
+    data = make_data(case, dtype)
+    first, second = (run(case, data, xp, function) for _ in range(2))
+    check(case, data, first, rounds_weights=rounds)
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes(), "not repeatable"
+
+
 def _data(call: Call) -> tuple[Data, Data]:
     """Return the arrays as the definition is to read them, and with poison where nobody looks."""
     rng = np.random.default_rng(call.seed)
@@ -377,6 +430,30 @@ def test_lse_on_the_cpu(call: Call) -> None:
 @given(packed_calls(gpu=False))
 def test_packed_on_the_cpu(call: Call) -> None:
     assert_right_twice(call, np)
+
+
+@settings(SETTINGS, max_examples=250)
+@given(cached_cases(gpu=False))
+def test_caches_on_the_cpu(call: tuple[Case, str]) -> None:
+    assert_cache_right_twice(call, np)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+def test_caches_on_the_gpu(spec: KernelSpec) -> None:
+    import cupy
+
+    @settings(SETTINGS, max_examples=80)
+    @given(cached_cases(gpu=True))
+    def right(call: tuple[Case, str]) -> None:
+        with cuflash.options(kernel=spec.name):
+            try:
+                assert_cache_right_twice(call, cupy, rounds=spec.rounds_weights)
+            except ValueError as error:
+                if "cannot serve this call" not in str(error):
+                    raise
+
+    right()
 
 
 def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:

@@ -27,6 +27,7 @@ from cuflash.plan.plan import Plan, Program, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.problem.problem import Problem
 from cuflash.settings import Settings
 
@@ -34,7 +35,7 @@ pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 AnyPlan = TypeVar("AnyPlan")
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-FEW, FEWEST = ("64", "128", "256", "everything", "lse_128"), ("128", "everything")
+FEW, FEWEST = ("64", "128", "256", "everything", "lse_128", "cache_128", "paged_128"), ("128", "everything")
 POINTS = ("3/1", "16/16", "everything")
 FEWER_PROBLEMS = {
     "forward_mma": {86: FEW, 89: FEWEST, 100: (*FEW, "bias_64", "bias_128", "mask_256")},
@@ -114,9 +115,27 @@ def representative_problems(*, tensor_cores: bool) -> dict[str, Problem]:
                 problems[f"tf32-{head_dim}"] = describe_attention(x, x, x, causal=True, precision="tf32")[0]
             x = _info((16, 16, 2048, 80), dtype)
             problems["tf32-everything"] = describe_attention(x, x, x, precision="tf32", **options)[0]
+        problems |= dict(_cache_problems(dtype))
         few, many = _info((16, 16, 2, 64), dtype), _info((16, 16, 1024, 64), dtype)
         problems[f"{dtype}-few_rows"] = describe_attention(few, many, many)[0]
     return problems
+
+
+def _cache_problems(dtype: str) -> Iterator[tuple[str, Problem]]:
+    """Caches with lengths, with pages, and with pages and all else."""
+    lengths, table = _info((16,), "int32"), _info((16, 128), "int32")
+    for head_dim in (64, 128, 256):
+        q, new = _info((16, 16, 512, head_dim), dtype), _info((16, 4, 512, head_dim), dtype)
+        k, v = (_info((16, 4, 8192, head_dim), dtype)._replace(pointer=at << 40) for at in (1, 2))
+        pages = [x._replace(shape=(2048, 4, 64, head_dim), strides=new.strides) for x in (k, v)]
+        options: dict[str, Any] = {"seqlens_k": lengths, "k_new": new, "v_new": new, "causal": True}
+        yield f"{dtype}-cache_{head_dim}", describe_kv_cache(q, k, v, **options)[0]
+        yield f"{dtype}-paged_{head_dim}", describe_kv_cache(q, *pages, page_table=table, **options)[0]
+    bias, mask = _info((512, 8192), "float32"), _info((512, 8192), "bool")
+    options |= {"bias": bias, "mask": mask, "softcap": 2.0, "alibi_slopes": _info((16,), "float32")}
+    yield f"{dtype}-paged_everything", describe_kv_cache(q, *pages, page_table=table, **options)[0]
+    one = q._replace(shape=(16, 16, 1, 256))
+    yield f"{dtype}-paged_few_rows", describe_kv_cache(one, *pages, seqlens_k=lengths, page_table=table)[0]
 
 
 def point_problems() -> dict[str, Problem]:
@@ -181,7 +200,8 @@ def layout_checks(
         checks.append(f'static_assert(__builtin_offsetof(cuflash::{params}, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::{params}) == {offset}, "size");')
-    checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {program.shared_memory}, "shared memory");')
+    if program.shared_memory:
+        checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
 
 
@@ -207,6 +227,8 @@ def test_compiles_without_spills_and_as_laid_out(
         preparation = plan.preparation
         if preparation is not None and preparation.program not in programs.values():
             programs[f"{preparation.program.kernel} {name}"] = preparation.program
+        if plan.append is not None:
+            programs[f"{plan.append.program.kernel} {name}"] = plan.append.program
 
     def compiled(program: Program) -> Resources:
         return compile_offline(program, f"sm_{capability}", layout_checks(program))
@@ -287,7 +309,7 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    packed = arguments.pack_pointers(*range(1, 15)) + arguments.pack_values(problem, plan)
+    packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.pack_values(problem, plan)
     assert len(packed) == struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS))
     fields, offset = {}, 0
     for name, code in arguments.FIELDS:

@@ -273,6 +273,7 @@ def test_function_is_one_of_ours(function: Callable[..., Any], wrong: Any) -> No
 def test_a_forgotten_function_is_named_and_no_array_printed(called: Callable[..., Any]) -> None:
     words = (
         "function is a ndarray of shape (2, 5, 8), expected cuflash.attention, attention_lse, attention_varlen, "
+        "attention_with_kv_cache, "
         "chunk_gated_delta_rule, chunk_gated_output or recurrent_gated_delta_rule, "
         f"before the arguments of the call: {called.__name__}(cuflash.attention, q, k, v, ...)"
     )
@@ -386,3 +387,13 @@ def test_a_call_without_values() -> None:
     assert explain(cuflash.attention_lse, q, k, out=out, device=90).plan is not None
     with pytest.raises(ValueError, match=r"out has shape \(1, 8, 4, 64\), expected \(1, 8, 4\)"):
         explain(cuflash.attention_lse, q, k, out=q, device=90)
+
+
+def test_appended_keys_and_pages_are_named() -> None:
+    x = {name: np.empty(shape, np.float16) for name, shape in (("q", (2, 8, 1, 64)), ("new", (2, 2, 1, 64)))}
+    pages, lengths = [np.empty((90, 2, 16, 64), np.float16) for _ in range(2)], np.zeros(2, np.int32)
+    options = {"seqlens_k": lengths, "page_table": np.zeros((2, 40), np.int32), "k_new": x["new"], "v_new": x["new"]}
+    found = cuflash.explain(cuflash.attention_with_kv_cache, x["q"], *pages, device=90, **options)
+    assert found.kernel == "forward_mma" and "90 pages of 16, 1 new, seqlens_k" in str(found)
+    assert "new keys are appended first, by append_keys\n" in str(found)
+    assert dict(found.refusals)["forward_wgmma"] == "does not implement page_table"

@@ -590,7 +590,7 @@ def test_features_are_named_as_the_arguments_are() -> None:
         "query_offset": gpu((2,), "int32"),
         "out_dtype": "float32",
     }
-    assert set(options) == FEATURES
+    assert {*options, "seqlens_k", "page_table"} == FEATURES
     assert used_features(dense(x).traits) == []
     assert used_features(dense(x, **options).traits) == list(options)
     for name, option in options.items():

@@ -123,7 +123,7 @@ def test_without_memory_blocks_prepare_for_themselves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launch.Launch, "run", _on_device(launch.Launch.run))
     problem = square("float32", 64)
     call, out = launch.Launch(problem, _plan(problem), 0), object()
-    assert call.run([1] * 12, out, None) is out and launched == ["precise_float32"]
+    assert call.run([1] * 16, out, None) is out and launched == ["precise_float32"]
 
 
 def _on_device(run: Any) -> Any:
@@ -143,8 +143,8 @@ def test_it_is_launched_first_with_the_same_arguments(monkeypatch: pytest.Monkey
     def kernel_function(program: Any, device_id: int) -> Any:
         def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
             (by_value,) = arguments
-            pointers = list((ctypes.c_uint64 * 14).from_address(by_value.ptr))
-            rest = bytes((ctypes.c_char * 1000).from_address(by_value.ptr + 14 * 8))
+            pointers = list((ctypes.c_uint64 * 18).from_address(by_value.ptr))
+            rest = bytes((ctypes.c_char * 1000).from_address(by_value.ptr + 18 * 8))
             launched.append((program.kernel, grid, pointers, rest))
 
         return function
@@ -158,14 +158,14 @@ def test_it_is_launched_first_with_the_same_arguments(monkeypatch: pytest.Monkey
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(1 << 45, plan.workspace + 64, None, 0), 3)
     scratch = cupy.ndarray((plan.workspace + 13,), np.uint8, memory)
     out = cupy.ndarray((4, 16, 4096, 64), "f", memory)
-    assert call.run([1, 2, 3, 400] + [0] * 8, out, None, scratch) is out
+    assert call.run([1, 2, 3, 400] + [0] * 12, out, None, scratch) is out
     assert plan.preparation is not None
     prepared = [(1 << 45) + 16 + offset for offset in (plan.preparation.offset_k, plan.preparation.offset_v)]
     (first, grid, pointers, rest), (second, blocks, joined, others) = launched
     assert (first, grid, second, blocks) == (
         "prepare_pairs", (plan.preparation.num_blocks,), plan.kernel, (plan.num_blocks,),
     )  # fmt: skip
-    assert pointers == joined == [1, 2, 3, 400] + [0] * 8 + prepared and rest == others
+    assert pointers == joined == [1, 2, 3, 400] + [0] * 12 + prepared and rest == others
 
 
 @emulated

@@ -21,6 +21,7 @@ from cuflash.plan.plan import make_plan, refusals
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
 from cuflash.problem.describe import describe_attention_lse
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.problem.problem import Problem
 from cuflash.settings import AUTOMATIC, Settings
 from cuflash.testing import check, describe, make_data, run
@@ -364,3 +365,14 @@ def test_many_splits_have_no_drift(dtype: str) -> None:
     error = float(cupy.linalg.norm(cuflash.attention(q, k, v).astype(np.float64) - exact) / cupy.linalg.norm(exact))
     rounding = float(cupy.linalg.norm(exact.astype(element).astype(np.float64) - exact) / cupy.linalg.norm(exact))
     assert error <= max(1.1 * rounding, 1e-15 if dtype == "float64" else 1.5e-6)
+
+
+@pytest.mark.parametrize(("wanted", "found"), [(1, 1), (3, 3), (100, 100), (10**6, 128)])
+def test_splits_of_a_cache_are_those_asked_for(wanted: int, found: int) -> None:
+    """As far as there are tiles of keys: 8192 in 64s."""
+    q, lengths = gpu((2, 8, 1, 64), "float16"), gpu((2,), "int32")
+    k, v = (gpu((2, 1, 8192, 64), "float16") for _ in range(2))
+    problem, _ = describe_kv_cache(q, k, v, seqlens_k=lengths, num_splits=wanted)
+    plan = make_plan(problem, H200, Settings("forward_mma", "16x64x2", False))
+    assert plan.num_splits == found and (found > 1) == (plan.workspace > 0)
+    assert make_plan(problem._replace(seqlen_k=0), H200, AUTOMATIC).num_splits == 1

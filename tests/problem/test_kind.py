@@ -10,6 +10,7 @@ import pytest
 
 from cuflash.problem.arrays import ArrayInfo
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.problem.kind import Kind
 from cuflash.problem.problem import ARRAYS, Problem
 
@@ -30,7 +31,9 @@ def heads(n: int, m: int, dtype: Any = np.float32, batch: tuple[int, ...] = (2,)
 
 
 def swapped(n: int, m: int) -> Arrays:
-    return {name: np.copy(x.swapaxes(-2, -3)).swapaxes(-2, -3) for name, x in heads(n, m, np.float16).items()}
+    return {
+        name: np.ascontiguousarray(x.swapaxes(-2, -3)).swapaxes(-2, -3) for name, x in heads(n, m, np.float16).items()
+    }
 
 
 def given(n: int, m: int) -> Arrays:
@@ -40,6 +43,23 @@ def given(n: int, m: int) -> Arrays:
 def packed(n: int, m: int) -> Arrays:
     cu_seqlens = {"cu_seqlens_q": np.array([0, n // 2, n]), "cu_seqlens_k": np.array([0, m, m], np.uint32)}
     return {"q": zeros(n, 4, 8), "k": zeros(m, 2, 8), "v": zeros(m, 2, 6), "sinks": zeros(4), **cu_seqlens}
+
+
+def cached(n: int, m: int) -> Arrays:
+    arrays = heads(n, m)
+    arrays |= {"k_cache": arrays.pop("k"), "v_cache": arrays.pop("v"), "seqlens_k": np.zeros(2, np.int32)}
+    return arrays | {"k_new": zeros(2, 2, n, 8), "v_new": zeros(2, 2, n, 6), "causal": True}
+
+
+def cached_with_room(n: int, m: int) -> Arrays:
+    """A known length, and keys behind those that are appended."""
+    caches = {name: np.asfortranarray(zeros(2, 2, m + n + 3, size)) for name, size in (("k_cache", 8), ("v_cache", 6))}
+    return cached(n, m) | caches | {"seqlens_k": m, "mask": zeros(n, 1, dtype=bool), "bias": zeros(4, n, m + n)}
+
+
+def paged(n: int, m: int) -> Arrays:
+    pages = {"k_cache": zeros(m + 3, 2, 4, 8), "v_cache": zeros(m + 3, 2, 4, 6), "seqlens_k": np.zeros(2, np.uint8)}
+    return {"q": zeros(2, 4, n, 8), "page_table": np.zeros((2, m), np.int64), "num_splits": 2, **pages}
 
 
 KINDS: dict[str, Callable[[int, int], Arrays]] = {
@@ -69,13 +89,30 @@ KINDS: dict[str, Callable[[int, int], Arrays]] = {
     },
     "lse_alone_two_dimensions": lambda n, m: {"q": zeros(n, 8), "k": zeros(m, 8), "out": zeros(n), "causal": True},
     "packed": packed,
+    "cached": cached,
+    "cached_into": lambda n, m: cached(n, m) | {"out": zeros(2, 4, n, 6), "sinks": zeros(4), "causal": "top_left"},
+    "cached_int": lambda n, m: cached(n, m) | {"seqlens_k": m, "k_new": None, "v_new": None},
+    "cached_with_room": cached_with_room,
+    "cached_arrays": lambda n, m: (
+        cached(n, m) | {"bias": zeros(4, n, m), "mask": zeros(2, 1, 1, m, dtype=bool), "alibi_slopes": zeros(4)}
+    ),
+    "cached_swapped": lambda n, m: {
+        name: np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) if np.ndim(x) == 4 else x
+        for name, x in cached(n, m).items()
+    },
+    "paged": paged,
+    "paged_and_new": lambda n, m: (
+        paged(n, m + n) | {"k_new": zeros(2, 2, n, 8), "v_new": zeros(2, 2, n, 6), "window": (3, 0), "return_lse": True}
+    ),
     "packed_into": lambda n, m: packed(n, m) | {"out": zeros(n, 4, 6), "causal": "top_left"},
 }
 
 
 def described(arrays: Arrays) -> tuple[Problem, list[ArrayInfo | None]]:
     describe: Any = describe_varlen if "cu_seqlens_q" in arrays else describe_attention
-    if "v" not in arrays:
+    if "k_cache" in arrays:
+        describe = describe_kv_cache
+    elif "v" not in arrays:
         describe = describe_attention_lse
     problem, infos = describe(**arrays)
     return problem, [infos.get(name) for name in ARRAYS]
@@ -99,6 +136,14 @@ def test_packed_sequences_may_be_more() -> None:
     boundaries = {"cu_seqlens_q": np.array([0, 3, 3, 9]), "cu_seqlens_k": np.array([0, 3, 4, 11], np.uint32)}
     problem, infos = described(packed(9, 11) | boundaries)
     assert problem.batch == (3,) and at(kind, infos) == problem
+
+
+def test_where_queries_of_a_cache_stand() -> None:
+    """Known with the length, or from the start; else each batch has a position of its own."""
+    for change, offset in (({}, None), ({"seqlens_k": 1}, 1), ({"causal": "top_left"}, 0), ({"causal": False}, None)):
+        problem, infos = described(cached(5, 7) | change)
+        assert problem.query_offset == offset and problem.bottom_right == (change.get("causal") != "top_left")
+        assert at(Kind(problem), infos) == problem
 
 
 def test_traits_follow_addresses() -> None:
@@ -138,6 +183,23 @@ def test_traits_follow_addresses_of_an_lse_alone() -> None:
         ("packed", {"cu_seqlens_q": (0,), "cu_seqlens_k": (0,)}),
         ("packed", {"cu_seqlens_q": (3, 1), "cu_seqlens_k": (3, 1)}),
         ("packed_into", {"out": (10, 4, 6)}),
+        ("cached", {"v": (2, 2, 8, 6)}),
+        ("cached", {"v": (2, 2, 1, 6)}),
+        ("cached", {"seqlens_k": (3,)}),
+        ("cached", {"seqlens_k": (1,)}),
+        ("cached", {"k_new": (2, 2, 4, 8)}),
+        ("cached", {"v_new": (2, 2, 6, 6)}),
+        ("cached", {"k_new": (1, 2, 5, 8), "v_new": (1, 2, 5, 6)}),
+        ("cached_into", {"out": (2, 4, 6, 6)}),
+        ("cached_arrays", {"bias": (4, 5, 8)}),
+        ("cached_arrays", {"mask": (2, 1, 1, 6)}),
+        ("cached_with_room", {"bias": (4, 5, 7)}),
+        ("paged", {"v": (10, 2, 5, 6)}),
+        ("paged", {"v": (10, 2, 1, 6)}),
+        ("paged", {"v": (9, 2, 4, 6)}),
+        ("paged", {"page_table": (3, 7)}),
+        ("paged", {"page_table": (1, 7)}),
+        ("paged_and_new", {"k_new": (2, 1, 5, 8)}),
     ],
 )
 def test_lengths_that_do_not_fit(name: str, changes: dict[str, tuple[int, ...]]) -> None:

@@ -55,6 +55,8 @@ def test_dense_defaults() -> None:
             alibi_slopes=False,
             sinks=False,
             query_offset=False,
+            seqlens_k=False,
+            page_table=False,
             input_alignment=4,
             result_alignment=4,
         ),

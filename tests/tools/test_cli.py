@@ -20,7 +20,7 @@ from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 
-OPERATIONS = ("attention", "gated delta rule")
+OPERATIONS = ("attention", "KV cache", "gated delta rule")
 """What the doctor tries out."""
 
 
@@ -204,10 +204,17 @@ OF_CHUNKS: dict[str, Any] = {
 }  # fmt: skip
 LSE, CHUNKS = "attention_lse", "chunk_gated_delta_rule"
 RECURRENT, STATE = "recurrent_gated_delta_rule", floats(2, 4, 8, 6)
+CACHED = "attention_with_kv_cache"
+CACHES = ["--q", "2,4,5,8", "--k-cache", "2,2,16,8", "--v-cache", "2,2,16,6"]
+OF_CACHES: dict[str, Any] = {"k_cache": (2, 2, 16, 8), "v_cache": (2, 2, 16, 6), "seqlens_k": np.zeros(2, np.int32)}
 OTHER_FUNCTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     (LSE, ["--q", "2,4,5,8", "--k", "2,2,7,8"], {"k": (2, 2, 7, 8)}),
     (LSE, ["--q", "2,4,5,8", "--out", "--sinks"], {"out": floats(2, 4, 5), "sinks": floats(4)}),
     ("attention_varlen", ["--q", "9,4,8"], {"v": (9, 4, 8), "cu_seqlens_q": np.zeros(2, np.int32)}),
+    (CACHED, CACHES, OF_CACHES),
+    (CACHED, [*CACHES, "--seqlens-k", "7", "--num-splits", "3"], OF_CACHES | {"seqlens_k": 7, "num_splits": 3}),
+    (CACHED, [*CACHES, "--k-new", "--v-new"], OF_CACHES | {"k_new": (2, 2, 5, 8), "v_new": (2, 2, 5, 6)}),
+    (CACHED, [*CACHES, "--page-table", "2,9"], OF_CACHES | {"page_table": np.zeros((2, 9), np.int32)}),
     (CHUNKS, TOKENS, OF_TOKENS),
     (CHUNKS, [*TOKENS, "--beta", ":float16"], OF_TOKENS | {"beta": np.zeros((2, 5, 4), HALF)}),
     (CHUNKS, [*TOKENS, "--log-g", "2,5,4:float64"], OF_TOKENS | {"log_g": np.zeros((2, 5, 4))}),
@@ -238,8 +245,10 @@ def test_explain_of_a_function_that_is_named(
     name: str, arguments: list[str], expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = {a.removeprefix("--").replace("-", "_"): b for a, b in zip(arguments[::2], arguments[1::2], strict=False)}
-    given = {x: tuple(map(int, shapes[x].split(","))) for x in ("q", "k", "v", "v_new") if x in shapes}
-    given.setdefault("k", given["q"])
+    arrays_of = ("q", "k_cache", "v_cache") if name == CACHED else ("q", "k", "v", "v_new")
+    given = {x: tuple(map(int, shapes[x].split(","))) for x in arrays_of if x in shapes}
+    if name != CACHED:
+        given.setdefault("k", given["q"])
     arrays = {x: np.zeros(shape, HALF) for x, shape in given.items()}
     wanted = {x: np.zeros(value, HALF) if isinstance(value, tuple) else value for x, value in expected.items()}
     text, problem = described(capsys, name, *arguments)

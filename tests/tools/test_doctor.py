@@ -20,7 +20,7 @@ from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
 from cuflash.settings import KNOBS, Settings
 
-OPERATIONS = ("attention", "gated delta rule")
+OPERATIONS = ("attention", "KV cache", "gated delta rule")
 CHECKS = len(OPERATIONS) * len(FLOAT_NAMES)
 """Of each back end."""
 
@@ -63,7 +63,7 @@ def fake_cupy(monkeypatch: pytest.MonkeyPatch, available: bool, count: int = 1) 
 
         return call
 
-    for name in ("attention", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
+    for name in ("attention", "attention_with_kv_cache", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
         monkeypatch.setattr(doctor_module, name, as_on_a_gpu(getattr(doctor_module, name)))
 
 
@@ -159,7 +159,7 @@ def test_finds_wrong_results(
     printed = capsys.readouterr().out
     assert printed.count("WRONG") == len(FLOAT_NAMES)
     failed = ", ".join(f"NumPy {operation} {dtype}" for dtype in FLOAT_NAMES)
-    assert printed.splitlines()[-1] == f"verdict: not ready, 4 of 8 checks failed ({failed}); report all of the above"
+    assert printed.splitlines()[-1] == f"verdict: not ready, 4 of 12 checks failed ({failed}); report all of the above"
 
 
 def test_finds_states_that_are_not_updated(
@@ -187,7 +187,7 @@ def test_survives_what_fails(
     assert cli.main(["doctor"]) == 1
     printed = capsys.readouterr().out
     assert "check: NumPy attention float16 FAILED: no such luck\n" in printed and printed.count(" ok\n") == CHECKS - 1
-    assert "verdict: not ready, 1 of 8 checks failed (NumPy attention float16); " in printed
+    assert "verdict: not ready, 1 of 12 checks failed (NumPy attention float16); " in printed
 
 
 def test_a_chosen_kernel_is_no_failure_but_named(

@@ -59,9 +59,11 @@ def test_says_early_what_it_does_not_do_and_can_be_read_in_five_minutes() -> Non
 @pytest.mark.parametrize(
     "name",
     [
+        "KVCache",
         "attention",
         "attention_lse",
         "attention_varlen",
+        "attention_with_kv_cache",
         "chunk_gated_delta_rule",
         "chunk_gated_output",
         "explain",

@@ -274,6 +274,7 @@ def test_good_programs_run() -> None:
         cuflash.attention,
         cuflash.attention_lse,
         cuflash.attention_varlen,
+        cuflash.attention_with_kv_cache,
         cuflash.chunk_gated_delta_rule,
         cuflash.chunk_gated_output,
         cuflash.merge_attention_states,

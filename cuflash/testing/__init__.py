@@ -11,15 +11,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import attention, attention_lse, attention_varlen, reference
-from .problem.arrays import DTYPES
-from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
-from .problem.problem import Problem
+from .. import attention, attention_lse, attention_varlen, attention_with_kv_cache, reference
+from ..problem.arrays import DTYPES
+from ..problem.describe import describe_attention, describe_attention_lse, describe_varlen
+from ..problem.describe_cache import describe_kv_cache
+from ..problem.problem import Problem
+from .memory import LAYOUTS, Poisoned
 
-GUARD_BYTES = 512
-"""Poisoned bytes in front of and behind every array."""
-POISON = 0xFF
-"""Every byte of poisoned memory: NaN in all four float formats."""
+
+class Cached(NamedTuple):
+    """Of a case: how its keys get into a cache, as many as `shape_k` says that there is room for."""
+
+    lengths: int | tuple[int, ...]
+    """Keys of each batch before the call; an int is passed as it is."""
+    num_new: int = 0
+    """Keys that the call appends."""
+    page_size: int = 0
+    """0: there are no pages."""
+
+    def ends(self, capacity: int) -> Any:
+        """Keys of each batch behind the call."""
+        return np.minimum(np.minimum(self.lengths, capacity) + self.num_new, capacity)
 
 
 class Case(NamedTuple):
@@ -41,105 +53,16 @@ class Case(NamedTuple):
     cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Packed sequences."""
     value_mean: float = 0.0
+    cached: Cached | None = None
 
     @property
     def function(self) -> Any:
         """The public function that the case calls."""
         if self.cu_seqlens is not None:
             return attention_varlen
+        if self.cached is not None:
+            return attention_with_kv_cache
         return attention_lse if self.head_dim_v == 0 else attention
-
-
-def _reverse(shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int, int]:
-    strides, size = _packed(shape, itemsize)
-    return tuple(-step for step in strides), size - itemsize if size else 0, size
-
-
-def _packed(
-    shape: tuple[int, ...], itemsize: int, order: list[int] | None = None, gap: int = 0
-) -> tuple[tuple[int, ...], int]:
-    """Strides of axes packed in the given order (outermost first), `gap` bytes between rows of the innermost one."""
-    order = list(range(len(shape))) if order is None else order
-    strides = [0] * len(shape)
-    step = itemsize
-    for place, axis in enumerate(reversed(order)):
-        strides[axis] = step
-        step *= max(shape[axis], 1)
-        if place == 0:
-            step += gap
-    return tuple(strides), step if 0 not in shape else 0
-
-
-def _layout(name: str, shape: tuple[int, ...], itemsize: int) -> tuple[tuple[int, ...], int, int]:
-    """Return strides in bytes, offset of the first element and bytes in all."""
-    axes = list(range(len(shape)))
-    if name == "contiguous":
-        return _packed(shape, itemsize)[0], 0, _packed(shape, itemsize)[1]
-    if name == "swapped":  # (batch, sequence, heads, feature), seen through swapaxes
-        order = [*axes[:-3], axes[-2], axes[-3], axes[-1]] if len(axes) > 2 else axes
-        strides, size = _packed(shape, itemsize, order)
-        return strides, 0, size
-    if name == "transposed":  # feature axis outside the sequence axis
-        strides, size = _packed(shape, itemsize, [*axes[:-2], axes[-1], axes[-2]])
-        return strides, 0, size
-    if name == "reversed":
-        return _reverse(shape, itemsize)
-    if name == "gaps":  # rows on 16-byte boundaries only by chance, first element off by one
-        strides, size = _packed(shape, itemsize, gap=3 * itemsize)
-        return strides, itemsize, size + itemsize
-    if name == "every_second":
-        strides, size = _packed((*shape[:-1], 2 * shape[-1]), itemsize)
-        return (*strides[:-1], 2 * itemsize), 0, size
-    if name == "odd_bytes":  # no element on its natural boundary
-        strides, size = _packed(shape, itemsize, gap=1)
-        return strides, 1, size + 1
-    if name == "broadcast":
-        strides, size = _packed(shape[-2:], itemsize)
-        return (0,) * (len(shape) - 2) + strides, 0, size
-    raise ValueError(f"no layout {name!r}")
-
-
-LAYOUTS = ("contiguous", "swapped", "transposed", "reversed", "gaps", "every_second", "odd_bytes", "broadcast")
-
-
-class Poisoned:
-    """An array inside memory that is NaN everywhere else, on the CPU or a GPU."""
-
-    def __init__(
-        self, xp: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, values: np.ndarray | None = None
-    ) -> None:
-        strides, offset, size = _layout(layout, shape, dtype.itemsize)
-        memory = np.full(size + 2 * GUARD_BYTES, POISON, np.uint8)
-        if values is not None and values.size:
-            view = np.ndarray(shape, dtype, memory, GUARD_BYTES + offset, strides)
-            view[...] = values
-        self._xp = xp
-        self._offset = GUARD_BYTES + offset
-        self._start = memory.copy()
-        self._covered = np.zeros(memory.size, bool)
-        if 0 not in shape:
-            footprint = np.ndarray(
-                (*shape, dtype.itemsize), np.bool_, self._covered, GUARD_BYTES + offset, (*strides, 1)
-            )
-            footprint[...] = True
-        self._memory = xp.asarray(memory)
-        if xp is np:
-            self.array = np.ndarray(shape, dtype, self._memory, GUARD_BYTES + offset, strides)
-        else:
-            self.array = xp.ndarray(shape, dtype, self._memory.data + GUARD_BYTES + offset, strides)
-
-    def bytes_now(self) -> np.ndarray:
-        """Return the memory as it is, on the host."""
-        return self._memory if self._xp is np else self._memory.get()
-
-    def values(self) -> np.ndarray:
-        """Return the array as it is, on the host. Never through CuPy's own kernels, which need aligned elements."""
-        return np.ndarray(self.array.shape, self.array.dtype, self.bytes_now(), self._offset, self.array.strides)
-
-    def unchanged(self, *, outside_only: bool = False) -> bool:
-        """Whether the memory (or only the part outside the array) holds what it held at first."""
-        same = self.bytes_now() == self._start
-        return bool((same | self._covered).all() if outside_only else same.all())
 
 
 class Data(NamedTuple):
@@ -192,8 +115,15 @@ class Outcome(NamedTuple):
 def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
     """Call the case's function, or another one like it, on NumPy or GPU arrays (`xp`) in poisoned memory."""
     inputs = {name: Poisoned(xp, x.shape, x.dtype, case.layout, x) for name, x in zip("qkv", data[:3], strict=True)}
+    left: dict[str, np.ndarray] = {}
+    if case.cached is not None:
+        placed, left = _placed_in_cache(case, data)
+        inputs |= {name: Poisoned(xp, x.shape, x.dtype, _layout_of(case, x), x) for name, x in placed.items()}
     inputs |= {name: Poisoned(xp, x.shape, x.dtype, "contiguous", x) for name, x in data.options.items()}
     keywords = {name: inputs[name].array for name in data.options} | dict(case.options)
+    if case.cached is not None:
+        keywords |= {name: inputs[name].array for name in inputs if name not in ("q", "k", "v", *data.options)}
+        keywords.setdefault("seqlens_k", case.cached.lengths)
     positional = [inputs[name].array for name in "qkv"]
     if case.cu_seqlens is not None:
         for name, values in zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens, strict=True):
@@ -217,13 +147,56 @@ def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
         assert out is results["out"].array
     if results:
         assert lse is results["lse"].array
-    clean = all(x.unchanged() for x in inputs.values())
+    clean = all(x.unchanged() for name, x in inputs.items() if name not in left)
+    clean &= all(
+        inputs[name].bytes_now().tobytes() == Poisoned(np, x.shape, x.dtype, case.layout, x).bytes_now().tobytes()
+        for name, x in left.items()
+    )
     clean &= all(x.unchanged(outside_only=True) for x in results.values())
     if results:
         out, lse = results["out"].values(), results["lse"].values()
     elif xp is not np:
         out, lse = out.get(), lse.get()
     return Outcome(out, lse, clean)
+
+
+def _placed_in_cache(case: Case, data: Data) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return arrays of a call with a cache, whose unused rows are NaN, and what the cache holds behind it."""
+    assert case.cached is not None, "else there is none"
+    cached, (batch, num_heads, capacity, _) = case.cached, data.k.shape
+    begins = np.broadcast_to(np.minimum(cached.lengths, capacity), batch)
+    ends = np.broadcast_to(cached.ends(capacity), batch)
+    arrays: dict[str, np.ndarray] = {}
+    if not isinstance(cached.lengths, int):
+        arrays["seqlens_k"] = np.asarray(cached.lengths, np.int32)
+    page_size, left = cached.page_size, {}
+    per_batch = -(-capacity // page_size) if page_size else 0
+    order = np.random.default_rng(0).permutation(batch * per_batch + 2)
+    table = order[: batch * per_batch].reshape(batch, per_batch).astype(np.int32)
+    for name, x in (("k", data.k), ("v", data.v)):
+        shape = (len(order), num_heads, page_size, x.shape[-1]) if page_size else x.shape
+        before, after = (np.full(shape, np.nan, x.dtype) for _ in range(2))
+        new = np.full((batch, num_heads, cached.num_new, x.shape[-1]), np.nan, x.dtype)
+        for b in range(batch):
+            for cache, end in ((before, begins[b]), (after, ends[b])):
+                if page_size:
+                    pages, places = np.divmod(np.arange(end), page_size)
+                    cache[table[b, pages], :, places] = x[b, :, :end].swapaxes(0, 1)
+                else:
+                    cache[b, :, :end] = x[b, :, :end]
+            new[b, :, : ends[b] - begins[b]] = x[b, :, begins[b] : ends[b]]
+        arrays[name], left[name] = before, after
+        if cached.num_new:
+            arrays[f"{name}_new"] = new
+    if page_size:
+        used = np.arange(per_batch) < -(-ends[:, np.newaxis] // page_size)
+        arrays["page_table"] = np.where(used, table, -(2**31))  # entries that are not used may be anything
+    return arrays, left
+
+
+def _layout_of(case: Case, x: np.ndarray) -> str:
+    """Layout of an array of a call with a cache: that of the case, but for lengths and pages."""
+    return case.layout if x.ndim == 4 else "contiguous"
 
 
 def results_of(case: Case, function: Any, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
@@ -253,8 +226,11 @@ def oracle(case: Case, data: Data) -> tuple[np.ndarray, np.ndarray]:
 def _reference(
     case: Case, q: np.ndarray, k: np.ndarray, v: np.ndarray, arrays: Mapping[str, np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    skipped = ("precision", "out_dtype", "max_seqlen_q", "max_seqlen_k")
+    skipped = ("precision", "out_dtype", "max_seqlen_q", "max_seqlen_k", "num_splits")
     options = {name: value for name, value in case.options.items() if name not in skipped} | dict(arrays)
+    if case.cached is not None:
+        ends = case.cached.ends(k.shape[-2])
+        return reference.attention_with_kv_cache(q, k, v, seqlens_k=ends, **options)
     if case.cu_seqlens is None:
         return reference.attention(q, k, v, **options)
     return reference.attention_varlen(q, k, v, *map(np.asarray, case.cu_seqlens), **options)
@@ -363,12 +339,17 @@ def describe(case: Case, dtype: str) -> Problem:
     options: dict[str, Any] = dict(case.options) | data.options
     if case.function is attention_lse:
         return describe_attention_lse(*positional[:2], **options)[0]
+    if case.cached is not None:
+        placed, _ = _placed_in_cache(case, data)
+        options |= {name: Poisoned(np, x.shape, x.dtype, _layout_of(case, x), x).array for name, x in placed.items()}
+        options.setdefault("seqlens_k", case.cached.lengths)
+        return describe_kv_cache(positional[0], options.pop("k"), options.pop("v"), **options)[0]
     if case.cu_seqlens is None:
         return describe_attention(*positional, **options)[0]
     return describe_varlen(*positional, *(np.asarray(values, np.int32) for values in case.cu_seqlens), **options)[0]
 
 
 __all__ = [
-    "DTYPES", "LAYOUTS", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
+    "DTYPES", "LAYOUTS", "Cached", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
     "make_data", "oracle", "results_of", "run",
 ]  # fmt: skip
