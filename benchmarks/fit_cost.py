@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wgmma, tiles_wmma
+from cuflash.plan import tiles_decode, tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wgmma, tiles_wmma
 from cuflash.plan.cost import (
     SPLIT_CALL,
     Cost,
@@ -109,7 +109,21 @@ def cases() -> list[Case]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
     found += usual_shapes("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
+    for kernel, heads_kv in (("forward_decode", 8), ("forward_decode", 32), ("forward_wgmma", 1)):
+        found += few_queries(kernel, heads_kv)
     return [*found, *point_clouds()]
+
+
+def few_queries(kernel: str, heads_kv: int) -> Iterator[Case]:
+    """One query, or some, of caches of many sizes."""
+    lengths = (
+        (1, 1, 8192), (1, 1, 65536), (1, 1, 1000), (1, 3, 4096), (4, 1, 2048), (16, 1, 8192), (16, 4, 500),
+        (64, 1, 1000), (64, 1, 4096), (8, 1, 32768), (200, 1, 300), (33, 1, 3000),
+    )  # fmt: skip
+    heads = 64 if heads_kv == 1 else 32
+    for head_dim, (batch, seqlen_q, seqlen_k) in product((64, 128, 192, 256), lengths):
+        if batch * heads_kv * seqlen_k * head_dim < 1e9:
+            yield Case(kernel, "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
 
 
 def usual_shapes(kernel: str) -> list[Case]:
@@ -242,6 +256,7 @@ def dumps(stored: dict[str, Any]) -> str:
 
 FAMILIES = {
     tiles_wgmma.COST: "forward_wgmma",
+    tiles_decode.COST: "forward_decode",
     tiles_mma.COST: "forward_mma",
     tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
     tiles_wmma.COST: "forward_wmma",
@@ -349,10 +364,11 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
     floor = np.log([SPLIT_CALL if row[3] > 1 or row[1][0].prepared else 1e-9 for row in rows])
     weight = relative**-1.5
 
-    used = np.array([constant > 0 for constant in start])
+    # `stream` is what memory gives, whatever else is done.
+    used = np.array([constant > 0 and name != "stream" for name, constant in start._asdict().items()])
 
     def constants(logs: Any) -> Cost:
-        values = np.zeros(len(start))
+        values = np.array(start)
         values[used] = np.exp(logs)
         return Cost(*values.tolist())
 

@@ -260,10 +260,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
     // 512 registers for each four threads, one of each warpgroup.
     if (group == kConsumers) {
-        registers_release<kConsumers == 2 ? 40 : 32>();
+        registers_release < kConsumers<3 ? 40 : 32>();
         load_keys(params, shared, threadIdx.x - kConsumers * kGroupThreads);
     } else {
-        registers_take<kConsumers == 2 ? 232 : 160>();
+        registers_take<kConsumers == 1 ? 216 : kConsumers == 2 ? 232 : 160>();
         attend(params, shared, group);
     }
 }

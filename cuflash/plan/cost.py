@@ -55,6 +55,8 @@ class Cost(NamedTuple):
     """For a launch that makes them ready for all blocks."""
     preparation_byte: float = 0
     """For each byte of what it makes."""
+    stream: float = 0
+    """For each key and feature of all heads, read once: no number of blocks gets more from memory."""
 
 
 class Pace(NamedTuple):
@@ -68,6 +70,8 @@ class Pace(NamedTuple):
     most_splits: int
     preparation: tuple[float, float]
     """For a launch before it, and for each key of each key head; zeros if there is none."""
+    stream: float
+    """For each key of each key head, read once."""
 
 
 def pace_of(
@@ -89,7 +93,8 @@ def pace_of(
         latency += cost.exposed_copy * copies
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
-    return Pace(tile, cost.block + cost.block_load * rows * features / threads, times, most_splits, preparation)
+    begin = cost.block + cost.block_load * rows * features / threads
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -187,7 +192,7 @@ def cheapest(
         if pace.tile.prepared and not prepares:
             continue
         walk = walk_of(lengths, pace.tile)
-        num_tiles, num_steps, average = walk
+        num_tiles, num_steps, average, _ = walk
         times = pace.times
         if num_tiles * num_steps * average * times[-1] >= best.time * len(times) * multiprocessors:
             continue  # even if nothing waited for anything
@@ -226,25 +231,28 @@ class Walk(NamedTuple):
     """Tiles of keys that a tile of rows walks through, at most."""
     average: float
     """Of that number, what tiles walk through on average."""
+    num_keys: int
+    """Of all key heads."""
 
 
 def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     """Count the tiles of a problem."""
     rows, block_n = tile.block_m, tile.block_n
-    queries, _, num_planes, keys, later_keys, width, _ = lengths
+    queries, group_size, num_planes, keys, later_keys, width, _ = lengths
     packed_heads = heads_per_tile(lengths, rows)
     num_tiles = -(-queries * packed_heads // rows) * (num_planes // packed_heads)
     tile_queries = max(min(rows // packed_heads, queries), 1)
     if width is not None:
         keys = min(keys, width + tile_queries - 1)
+    num_keys = keys * (num_planes // max(group_size, 1))
     later_keys = min(later_keys, keys) - tile_queries + 1
     if later_keys <= 0 or keys == 0:
-        return Walk(num_tiles, -(-keys // block_n), 1.0)
+        return Walk(num_tiles, -(-keys // block_n), 1.0, num_keys)
     if later_keys < queries:
         fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
     else:
         fewer = later_keys - (queries - tile_queries) / 2
-    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0))
+    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0), num_keys)
 
 
 def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
@@ -254,6 +262,11 @@ def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
 
 def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     """Time of all blocks."""
+    return max(_time_of_blocks(pace, walk, multiprocessors, splits), pace.block + pace.stream * walk.num_keys)
+
+
+def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
+    """The same, if memory had no limit."""
     num_blocks, num_steps, average = walk.num_tiles * splits, -(-walk.num_steps // splits), walk.average
     begin, times = pace.block, pace.times
     if num_blocks <= multiprocessors:

@@ -17,6 +17,14 @@ from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
+from .tiles_decode import (
+    decode_bucket,
+    decode_cost,
+    decode_limits,
+    decode_min_blocks,
+    decode_shared_memory,
+    decode_tiles,
+)
 from .tiles_float32 import (
     float32_bucket,
     float32_cost,
@@ -156,7 +164,7 @@ KERNELS = (
         starved_rows=192,
         macros=wgmma_macros,
         caps_by_polynomial=True,
-        yields_to=("forward_mma",),
+        yields_to=("forward_mma", "forward_decode"),
         rounds_weights=True,
     ),
     KernelSpec(
@@ -175,6 +183,24 @@ KERNELS = (
         starved_rows=64,
         macros=mma_macros,
         caps_by_polynomial=True,
+        yields_to=("forward_decode",),
+        rounds_weights=True,
+    ),
+    KernelSpec(
+        name="forward_decode",
+        summary="few queries of many keys, through mma.sync: float16 and bfloat16 from sm_80",
+        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
+        dtypes=("float16", "bfloat16"),
+        features=FEATURES,
+        min_compute_capability=80,
+        max_head_dim=256,
+        head_dim_bucket=decode_bucket,
+        tiles=decode_tiles,
+        shared_memory=decode_shared_memory,
+        min_blocks=decode_min_blocks,
+        cost=decode_cost,
+        limits=decode_limits,
+        starved_rows=64,
         rounds_weights=True,
     ),
     KernelSpec(

@@ -64,6 +64,7 @@ COST = Cost(
     merge=5.11,
     merge_split=0.0812,
     merge_byte=1.62e-07,
+    stream=4.82e-07,
 )
 COST_OF_SHARED_ROWS = Cost(
     product=1.79e-07,
@@ -79,6 +80,7 @@ COST_OF_SHARED_ROWS = Cost(
     merge=4.9,
     merge_split=0.0933,
     merge_byte=1.38e-07,
+    stream=4.82e-07,
 )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import Device, Tile, round_up, tile_map_bytes
+from .tiles import Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 _BUCKETS = (64, 96, 128, 192, 256)
 _PRODUCERS = 128
@@ -44,26 +44,28 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(2 * elements + beside, 1024)
 
 
-# A warpgroup has 64 rows. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
+# A warpgroup has 64 rows; where these are all, memory is the limit, and two blocks share a multiprocessor. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
 # 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
+    Tile(64, 128, 256, 2), Tile(64, 64, 256, 2),
 )  # fmt: skip
 
 COST = Cost(
-    product=2.03e-07,
-    weight=3.36e-05,
-    load=5.21e-07,
-    tile=0.182,
-    latency=0.354,
-    latency_load=4.65e-06,
+    product=7.83e-08,
+    weight=4.84e-05,
+    load=2.37e-06,
+    tile=0.0359,
+    latency=0.339,
+    latency_load=2.17e-05,
     copy=0,
     exposed_copy=0,
-    block=6.76,
-    block_load=0.0101,
-    merge=4.18,
-    merge_split=0.0302,
-    merge_byte=2.53e-07,
+    block=6.1,
+    block_load=0.0188,
+    merge=4.14,
+    merge_split=0.0674,
+    merge_byte=1.82e-07,
+    stream=4.82e-07,
 )
 
 
@@ -84,6 +86,8 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         if tile.block_m == 192 and (wgmma_bucket(traits.head_dim) > 64 or traits.alibi_slopes):
             return False
         most = 128 if tile.block_m == 192 else 184
+        if tile.block_m == 64 and tile.block_n > 64 and wgmma_min_blocks(traits, tile, device) == 1:
+            return False
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     by_rows: dict[int, Tile] = {}
@@ -93,5 +97,6 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
 
 
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
-    """One block has a multiprocessor for itself."""
-    return 1
+    """One block has a multiprocessor for itself, or two if they are small."""
+    by_memory = blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile))
+    return min(2, by_memory) if tile.block_m == 64 else 1

@@ -83,6 +83,7 @@ class BackEnd(NamedTuple):
 EMULATED = {
     "forward_wgmma": ("float16", "bfloat16"),
     "forward_mma": ("float16", "bfloat16"),
+    "forward_decode": ("float16", "bfloat16"),
     "forward_wmma": ("float16",),
     "forward_points": ("float32", "float64"),
     "precise_float32": ("float32",),

@@ -89,11 +89,11 @@ def test_heads_share_a_tile_that_one_does_not_fill() -> None:
 
 
 def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
-    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, (1024 + 64) / 2048)
-    assert walk_of(Lengths(1024, 1, 1, 1024, 0, None), Tile(64, 64, 128)) == Walk(16, 16, 1.0)
+    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, (1024 + 64) / 2048, 1024)
+    assert walk_of(Lengths(1024, 1, 1, 1024, 0, None), Tile(64, 64, 128)) == Walk(16, 16, 1.0, 1024)
 
 
-PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0))
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.001)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,19 @@ PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0))
     ],
 )
 def test_blocks_come_in_waves(num_tiles: int, splits: int, expected: float) -> None:
-    assert time_of(PACE, Walk(num_tiles, 8, 1.0), 132, splits) == pytest.approx(expected)
+    assert time_of(PACE, Walk(num_tiles, 8, 1.0, 512), 132, splits) == pytest.approx(expected)
+
+
+def test_memory_is_a_limit() -> None:
+    """However many blocks share the work, each key is read once."""
+    assert time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 1) == time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 4) == 2 + 100
 
 
 def test_blocks_of_different_lengths_drift_apart() -> None:
     """The longest one decides, alone in the end; where there are many, less than whole waves of them do."""
-    assert time_of(PACE, Walk(264, 8, 0.5), 132, 1) == 2 + 8 * (0.5 * 1.5 + 0.5 * 1.0)
+    assert time_of(PACE, Walk(264, 8, 0.5, 512), 132, 1) == 2 + 8 * (0.5 * 1.5 + 0.5 * 1.0)
     wave = 2 + 8 * 0.5 * 1.5
-    assert 1.1 * wave < time_of(PACE, Walk(290, 8, 0.5), 132, 1) < time_of(PACE, Walk(290, 8, 1.0), 132, 1)
+    assert 1.1 * wave < time_of(PACE, Walk(290, 8, 0.5, 512), 132, 1) < time_of(PACE, Walk(290, 8, 1.0, 512), 132, 1)
 
 
 @settings(max_examples=200, deadline=None)

@@ -37,7 +37,7 @@ def decode(batch: int = 1, heads: int = 8, keys: int = 65536, **options: Any) ->
 def test_plans() -> None:
     assert make_plan(square("float16", 64), H200, AUTOMATIC).num_splits == 1
     few = make_plan(decode(), H200, AUTOMATIC)
-    assert few.num_splits > 40 and few.num_blocks == 8 * few.num_splits
+    assert few.num_splits > 10 and few.num_blocks == 8 * few.num_splits > 100
     assert few.workspace == few.num_splits * 8 * (128 + 3) * 4
     assert str(few).endswith(
         f"{few.num_blocks} blocks ({few.num_splits} splits, {few.workspace} bytes of workspace), "

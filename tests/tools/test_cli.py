@@ -273,7 +273,7 @@ def test_explain_insists_on_kernel_and_tile(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_explain_prints_the_source(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["explain", "--q", "2,100,64", "--device", "80", "--source"]) == 0
+    assert cli.main(["explain", "--q", "2,1000,64", "--device", "80", "--source"]) == 0
     printed = capsys.readouterr().out
     assert "#define CUFLASH_HEAD_DIM 64\n" in printed and f'#include "{_first_row(80)}.cu"\n' in printed
 

@@ -1,0 +1,88 @@
+// Rows of q, k and v on their way to the tensor cores.
+#pragma once
+
+#include "common/mask.cuh"
+#include "decode/layout.cuh"
+
+namespace cuflash {
+
+// Queries, as a lane of any warp multiplies them.
+using SharedQueries = Words[kHeadDim / 32][2][32];
+
+// The part of them that a warp has sent for.
+struct LoadedQueries {
+    static constexpr int kVectors = kHeadDim / 32, kWarps = kThreads / 32, kCount = (kVectors + kWarps - 1) / kWarps;
+    Words rows[kCount][kRows];
+
+    __device__ __forceinline__ LoadedQueries(const AttentionParams& params, const TileMap& tile, const Place& place) {
+        const char* addresses[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) addresses[r] = query_row(params, tile, place.tile_row(r));
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int feature = (threadIdx.x / 32 + i * kWarps) * 32 + place.quarter * 8;
+#pragma unroll
+            for (int r = 0; r < kRows; ++r)
+                rows[i][r] =
+                    addresses[r] && feature < params.head_dim ? load_once(addresses[r] + feature * 2) : Words{};
+        }
+    }
+    __device__ __forceinline__ void store(SharedQueries& q, const Place& place) const {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            const int vector = threadIdx.x / 32 + i * kWarps;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const Words(&from)[kRows] = rows[i];
+                const Words operand = {from[0].at[half * 2], from[1].at[half * 2], from[0].at[half * 2 + 1],
+                                       from[1].at[half * 2 + 1]};
+                if (vector < kVectors) q[vector][half][place.lane] = operand;
+            }
+        }
+    }
+};
+
+// Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features behind the
+// last as the first one: they count nothing, and 0 x NaN is NaN.
+struct Reader {
+    const AttentionParams& params;
+    const TileMap& tile;
+    const KeyRange& seen;  // some row sees them
+    Place place;
+
+    __device__ __forceinline__ void load_keys(Keys& k, long long n_begin) const {
+#pragma unroll
+        for (int j = 0; j < kKeyTiles; ++j) {
+            const char* row = row_of(tile.k, params.k_strides, n_begin, place.key_k(j));
+#pragma unroll
+            for (int c = 0; c < kVectorsK; ++c) {
+                const bool is_there = (kPair == 1 && c < kVectorsK - 2) || place.feature_k(c) < params.head_dim;
+                k[j][c] = load_once(row + (is_there ? place.feature_k(c) * 2 : 0));
+            }
+        }
+    }
+    __device__ __forceinline__ void load_values(Values& v, long long n_begin) const {
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) {
+            const char* row = row_of(tile.v, params.v_strides, n_begin, place.key_v(i));
+#pragma unroll
+            for (int c = 0; c < kVectorsV; ++c) {
+                const bool is_there = (kPair == 1 && c < kVectorsV - 1) || place.feature_v(c) < params.head_dim_v;
+                v[i][c] = load_once(row + (is_there ? place.feature_v(c) * 2 : 0));
+            }
+        }
+    }
+
+  private:
+    __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin,
+                                                  int key) const {
+        // right either way: it only keeps the casts in range
+        const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
+        const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(kBlockN))) - 1;
+        const int nearest = min(max(key, first), last);
+        if constexpr (kPaged) return key_row(params, tile, array, strides, n_begin + nearest);
+        else return array + n_begin * strides.row + nearest * strides.row;
+    }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,223 @@
+// Attention forward of few queries, decoding for one: float16 and bfloat16 from sm_80 on. Every key and value is read
+// once, so the time is that of memory.
+//
+// Grid: one block per tile of kBlockM rows of one (batch, head) and split of its keys; a row is one query of one head.
+//
+// Warps: each takes kBlockN keys at a time, first to last, and the other ones of its rows take those between. There is
+// no barrier and no shared memory on the way of a key: lanes load 16 bytes of a row each, and what they get is an
+// operand of mma.sync as it is, since the order in which products are summed up is free. The next keys are on their way
+// in registers while these are multiplied. In the end the warps merge what they have, always in the same order.
+//
+// What a row gets depends on no other row: weights are relative to its own maximum, which each step follows, and output
+// joins by multiply-adds (tensor cores round toward zero while they accumulate).
+
+#include "common/epilogue.cuh"
+#include "common/schedule.cuh"
+#include "decode/read.cuh"
+#include "decode/team.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/shared.cuh"
+#include "wmma/weights.cuh"
+
+namespace cuflash {
+
+constexpr float kBitsPerUnit = 1.4426950408889634f;  // of logits
+
+// What is looked up once for a row.
+struct RowInfo {
+    KeyRange visible;
+    LogitRow logit;
+};
+
+struct SharedTiles {
+    SharedQueries q;
+    TeamShares shares;
+    PairScores pairs;
+    RowInfo rows[kBlockM];
+    TileMap tile;
+    TileKeys keys;
+};
+
+// scores = Q K^T
+__device__ __forceinline__ void score(const SharedQueries& queries, const Keys& k, const Place& place, Scores& scores) {
+#pragma unroll
+    for (int c = 0; c < kVectorsK; ++c) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const Words q = queries[place.half * kVectorsK + c][half][place.lane];
+#pragma unroll
+            for (int j = 0; j < kKeyTiles; ++j)
+                mma_m16n8k16<kBfloat16>(scores[j], q.at, {k[j][c].at[half * 2], k[j][c].at[half * 2 + 1]});
+        }
+    }
+}
+
+__device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const SharedTiles& shared,
+                                                 long long n_begin, const Place& place, Scores& scores) {
+    const bool at_edge = n_begin < shared.keys.all.begin || n_begin + kBlockN > shared.keys.all.end;
+    const ScoreScale scale = score_scale(params);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        const RowInfo& info = shared.rows[place.tile_row(r)];
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) at(scores, r, i) = scaled_score(scale, at(scores, r, i));
+        if constexpr (kHasRowTerms) {
+            const RowContext row = row_context(params, shared.tile, info.logit, n_begin);
+#pragma unroll
+            for (int i = 0; i < kColumns; i += kRun) {
+                float logits[kRun];
+#pragma unroll
+                for (int e = 0; e < kRun; ++e) logits[e] = at(scores, r, i + e);
+                RowColumns<kRun> columns;
+                columns.load<false>(params, row, place.key_v(i));
+                scores_to_row_logits<true>(row, columns, place.key_v(i), logits);
+#pragma unroll
+                for (int e = 0; e < kRun; ++e) at(scores, r, i + e) = logits[e];
+            }
+        }
+        if (at_edge) {  // right either way: all of it is visible
+            const ColumnRange visible = columns_of(info.visible, n_begin);
+#pragma unroll
+            for (int i = 0; i < kColumns; ++i)
+                if (!visible.has(place.key_v(i))) at(scores, r, i) = -infinity();
+        }
+    }
+}
+
+// Logits -> weights, and what earlier results must be multiplied by.
+__device__ __forceinline__ void weigh(OnlineSoftmax<kRows>& softmax, Scores& scores, Weights& weights,
+                                      RowValues& correction) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        float largest = at(scores, r, 0);
+#pragma unroll
+        for (int i = 1; i < kColumns; ++i) largest = maximum(largest, at(scores, r, i));
+        correction[r] = softmax.follow(r, quad_maximum(largest));
+        const float subtract = finite_maximum(softmax.row_max[r]);
+        float sum = 0;
+#pragma unroll
+        for (int s = 0; s < kKeySteps; ++s) {
+            float of_step[kRun];
+#pragma unroll
+            for (int e = 0; e < kRun; ++e) {
+                of_step[e] = relative_weight(at(scores, r, s * kRun + e) - subtract, kBitsPerUnit);
+                sum += of_step[e];
+            }
+            const FourWeights rounded = round_weights(of_step);
+            weights[s][r] = rounded.words[0];
+            weights[s][r + 2] = rounded.words[1];
+        }
+        softmax.row_sum[r] = multiply_add(softmax.row_sum[r], correction[r], sum);
+    }
+}
+
+// o = o * correction + P V
+__device__ __forceinline__ void accumulate(const Values& v, const Weights& weights, const RowValues& correction,
+                                           Output& o) {
+#pragma unroll
+    for (int c = 0; c < kVectorsV; ++c) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+            unsigned int operand[kKeySteps][2];
+#pragma unroll
+            for (int i = 0; i < kColumns; i += 2) {
+                const unsigned int first = v[i][c].at[j / 2], second = v[i + 1][c].at[j / 2];
+                operand[i / kRun][i / 2 % 2] = j % 2 == 0 ? lower_halves(first, second) : upper_halves(first, second);
+            }
+            float values[4] = {};
+#pragma unroll
+            for (int s = 0; s < kKeySteps; ++s) mma_m16n8k16<kBfloat16>(values, weights[s], operand[s]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) o[c][j][e] = multiply_add_subnormal(o[c][j][e], correction[e / 2], values[e]);
+        }
+    }
+}
+
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
+                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
+    constexpr int kCount = sizeof(OutElement) == 2 ? 8 : 16 / sizeof(OutElement);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+        float row_sum = softmax.row_sum[r];
+        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
+        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
+        const Row row = row_at(params, tile, place.tile_row(r));
+        if (!row.valid) continue;
+        const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum * kWeightUnit);
+        if (place.quarter == 0 && place.half == 0) store_lse(params, tile, row, finished);
+        const float factor = finished.multiplier / finished.divisor * kWeightUnit;
+        char* out = output_row(params, tile, row);
+#pragma unroll
+        for (int c = 0; c < kVectorsV; ++c) {
+#pragma unroll
+            for (int first = 0; first < 16; first += kCount) {
+                float values[kCount];
+#pragma unroll
+                for (int e = 0; e < kCount; ++e)
+                    values[e] = multiply_subnormal(o[c][(first + e) % 8][r * 2 + first / 8], factor);
+                store_output(params, out, (place.half * kVectorsV + c) * 64 + place.quarter * 16 + first, values);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
+    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
+    __syncthreads();
+    const TileMap& tile = shared.tile;
+    if (tile.num_rows == 0) return;
+
+    const Place place(threadIdx.x);
+    const KeyRange& seen = shared.keys.any;
+    const Reader reader = {params, tile, seen, place};
+    const LoadedQueries queries(params, tile, place);
+    if (threadIdx.x < kBlockM) {
+        RowInfo& info = shared.rows[threadIdx.x];
+        info.visible = visible_keys(params, tile, row_at(params, tile, threadIdx.x).query);
+        if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
+    }
+    Keys k;
+    Values v;
+    OnlineSoftmax<kRows> softmax;
+    Output o = {};
+    long long n_begin = (seen.begin / kBlockN + place.share - kTeam) * kBlockN;
+    int turn = 0;
+    // One turn more than there are steps: the first one only sends for keys.
+    bool is_step = unknown(0) != 0;  // else the compiler would write out that turn
+#pragma unroll 1
+    while (true) {
+        const long long next = n_begin + kTeam * kBlockN;
+        const bool has_next = next < seen.end;
+        Scores scores = {};
+        RowValues correction;
+        Weights weights;
+        if (is_step) score(shared.q, k, place, scores);
+        if (kBothAhead && has_next) reader.load_keys(k, next);
+        if (is_step) {
+            if constexpr (kPair > 1) add_other_half(shared.pairs, turn ^= 1, place, scores);
+            if (!kBothAhead) reader.load_values(v, n_begin);
+            scores_to_logits(params, shared, n_begin, place, scores);
+            weigh(softmax, scores, weights, correction);
+            accumulate(v, weights, correction, o);
+        }
+        if (!is_step) {
+            queries.store(shared.q, place);
+            __syncthreads();
+            is_step = true;
+        }
+        if (!has_next) break;
+        if constexpr (kBothAhead) reader.load_values(v, next);
+        else reader.load_keys(k, next);
+        n_begin = next;
+    }
+    merge_team(shared.shares, place, softmax, o);
+    if (place.share == 0) store_rows(params, tile, softmax, o, place);
+}
+
+}  // namespace cuflash
+
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
+    cuflash_forward_decode(const __grid_constant__ cuflash::AttentionParams params) {
+    extern __shared__ __align__(16) char shared_memory[];
+    cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
+}

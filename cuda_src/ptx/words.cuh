@@ -1,0 +1,31 @@
+// Vectors of four 32-bit words, as they are loaded, and the 16-bit halves of words.
+#pragma once
+
+namespace cuflash {
+
+struct alignas(16) Words {
+    unsigned int at[4];
+};
+
+// Loads what this kernel reads once and nobody writes meanwhile.
+__device__ __forceinline__ Words load_once(const char* address) {
+    Words loaded;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(loaded.at[0]), "=r"(loaded.at[1]), "=r"(loaded.at[2]), "=r"(loaded.at[3])
+                 : "l"(address));
+    return loaded;
+}
+
+// The lower halves of two words, or the upper ones, that of the first one below.
+__device__ __forceinline__ unsigned int lower_halves(unsigned int first, unsigned int second) {
+    unsigned int halves;
+    asm("prmt.b32 %0, %1, %2, 0x5410;" : "=r"(halves) : "r"(first), "r"(second));
+    return halves;
+}
+__device__ __forceinline__ unsigned int upper_halves(unsigned int first, unsigned int second) {
+    unsigned int halves;
+    asm("prmt.b32 %0, %1, %2, 0x7632;" : "=r"(halves) : "r"(first), "r"(second));
+    return halves;
+}
+
+}  // namespace cuflash

@@ -1,0 +1,17 @@
+// cuda_src/ptx/words.cuh on the CPU.
+#pragma once
+
+namespace cuflash {
+
+struct alignas(16) Words {
+    unsigned int at[4];
+};
+
+inline Words load_once(const char* address) { return *reinterpret_cast<const Words*>(address); }
+
+inline unsigned int lower_halves(unsigned int first, unsigned int second) { return (first & 0xffffu) | second << 16; }
+inline unsigned int upper_halves(unsigned int first, unsigned int second) {
+    return first >> 16 | (second & 0xffff0000u);
+}
+
+}  // namespace cuflash
