@@ -22,7 +22,17 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from cuflash.plan import tiles_decode, tiles_float32, tiles_float64, tiles_mma, tiles_points, tiles_scalar, tiles_wgmma, tiles_wmma
+from cuflash.plan import (
+    tiles_decode,
+    tiles_float32,
+    tiles_float64,
+    tiles_mma,
+    tiles_points,
+    tiles_scalar,
+    tiles_wgmma,
+    tiles_wmma,
+)
+from cuflash.plan.build import find_builds
 from cuflash.plan.cost import (
     SPLIT_CALL,
     Cost,
@@ -34,7 +44,7 @@ from cuflash.plan.cost import (
     time_of_preparation,
     walk_of,
 )
-from cuflash.plan.plan import find_builds, make_plan
+from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention

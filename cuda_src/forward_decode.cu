@@ -54,7 +54,8 @@ __device__ __forceinline__ void score(const SharedQueries& queries, const Keys& 
 
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const SharedTiles& shared,
                                                  long long n_begin, const Place& place, Scores& scores) {
-    const bool at_edge = n_begin < shared.keys.all.begin || n_begin + kBlockN > shared.keys.all.end;
+    const TileKeys& keys = shared.keys;
+    const bool at_edge = n_begin < max(keys.any.begin, keys.all.begin) || n_begin + kBlockN > keys.all.end;
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -171,7 +172,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const KeyRange& seen = shared.keys.any;
     const Reader reader = {params, tile, seen, place};
     const LoadedQueries queries(params, tile, place);
-    if (threadIdx.x < kBlockM) {
+    if (threadIdx.x < kBlockM && seen.begin < seen.end) {  // rows of no sequence may have no slope
         RowInfo& info = shared.rows[threadIdx.x];
         info.visible = visible_keys(params, tile, row_at(params, tile, threadIdx.x).query);
         if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
@@ -180,14 +181,16 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Values v;
     OnlineSoftmax<kRows> softmax;
     Output o = {};
-    long long n_begin = (seen.begin / kBlockN + place.share - kTeam) * kBlockN;
+    // Which warp has a key depends on the key alone, so that a row is summed up alike wherever its block begins.
+    long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share - kTeam) * kBlockN;
+    const long long end = seen.begin < seen.end ? seen.end : 0;
     int turn = 0;
     // One turn more than there are steps: the first one only sends for keys.
     bool is_step = unknown(0) != 0;  // else the compiler would write out that turn
 #pragma unroll 1
     while (true) {
         const long long next = n_begin + kTeam * kBlockN;
-        const bool has_next = next < seen.end;
+        const bool has_next = next < end;
         Scores scores = {};
         RowValues correction;
         Weights weights;

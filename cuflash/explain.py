@@ -18,8 +18,9 @@ from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
 from .kv_cache import attention_with_kv_cache
 from .lse import attention_lse
+from .plan.build import Program
 from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
-from .plan.plan import Plan, Program, make_plan, refusals
+from .plan.plan import Plan, make_plan, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.describe import describe_attention, describe_attention_lse, describe_varlen

@@ -77,6 +77,7 @@ def attention_with_kv_cache(
     v_new: Any = None,
     page_table: Any = None,
     num_splits: SupportsIndex | None = None,
+    split_size: SupportsIndex | None = None,
     causal: Causal = False,
     window: Window | None = None,
     scale: Real | None = None,
@@ -126,6 +127,11 @@ def attention_with_kv_cache(
     num_splits : int, optional
         Into how many parts the keys of each batch are split, for as many blocks of a GPU; by default as many as help.
         No more than there are tiles of keys. Results depend on it by rounding only; NumPy's do not.
+    split_size : int, optional
+        Split after so many keys, a multiple of 64, in place of `num_splits`. On a GPU a row then has the same bits
+        whatever there is beside it: other queries, batches and heads, more room in the cache, and pages. So a prompt in
+        parts gives what single steps give. Slower for many queries. (Not for float32, float64 and head_dim above 256
+        with a window that is closed on the left.)
     causal : bool or {"bottom_right", "top_left"}, optional
         As in `attention`: query ``i`` stands at key ``Nk - Nq + i``, with the length ``Nk`` of each batch.
     window : (left, right), optional
@@ -193,8 +199,8 @@ def attention_with_kv_cache(
     views = _views(seqlens_k, k_cache, v_cache, k_new, v_new, page_table)
     if views is not None:
         options = (
-            "attention_with_kv_cache", num_splits, type(num_splits), causal, type(causal), scale, type(scale), softcap,
-            type(softcap), precision, return_lse, type(return_lse), out_dtype,
+            "attention_with_kv_cache", num_splits, type(num_splits), split_size, type(split_size), causal, type(causal),
+            scale, type(scale), softcap, type(softcap), precision, return_lse, type(return_lse), out_dtype,
             None if window is None else hashable_window(window),
         )  # fmt: skip
         lengths, k, v, new_k, new_v = views
@@ -208,9 +214,9 @@ def attention_with_kv_cache(
         return launch.run(pointers, out, lse, workspace)
     problem, infos = describe_kv_cache(
         q, k_cache, v_cache, seqlens_k=seqlens_k, k_new=k_new, v_new=v_new, page_table=page_table,
-        num_splits=num_splits, causal=causal, window=window, scale=scale, bias=bias, mask=mask, softcap=softcap,
-        alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse,
-        out_dtype=out_dtype, workspace=workspace,
+        num_splits=num_splits, split_size=split_size, causal=causal, window=window, scale=scale, bias=bias, mask=mask,
+        softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out,
+        lse=lse, out_dtype=out_dtype, workspace=workspace,
     )  # fmt: skip
     return execute(problem, infos, key, out, lse)
 

@@ -64,6 +64,7 @@ struct AttentionParams {
     // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart, and
     // the columns of lse are the row's largest logit, its sum relative to that and its offset, see store_sum.
     Divisor num_splits;
+    long long split_size;  // keys of each of them, counted from key 0; 0: those that the tile sees are shared out
     long long out_split_stride;
     long long lse_split_stride;
 

@@ -34,13 +34,18 @@ __device__ __forceinline__ DensePlace dense_place(const AttentionParams& params,
 
 // Leaves the block one split of the keys that its tile sees: one more bound on what its rows see, so that kernels need
 // no other loop, and rows that see nothing of it give 0 and -inf. Borders are multiples of kBlockN from key 0, for
-// kernels that walk whole tiles from there; all splits but the last ones are equally long.
+// kernels that walk whole tiles from there; all splits but the last ones are equally long. With a size of their own
+// they are the same keys for all rows.
 __device__ __forceinline__ void take_split(const AttentionParams& params, long long split, TileMap& tile,
                                            TileKeys& keys) {
-    const long long first = keys.any.begin / kBlockN;
-    const long long num_tiles = (keys.any.end + kBlockN - 1) / kBlockN - first;
-    const long long num_keys = divide(num_tiles + params.num_splits - 1, params.num_splits) * kBlockN;
-    tile.key_begin = first * kBlockN + split * num_keys;
+    long long first_key = 0, num_keys = params.split_size;
+    if (num_keys == 0) {
+        const long long first = keys.any.begin / kBlockN;
+        const long long num_tiles = (keys.any.end + kBlockN - 1) / kBlockN - first;
+        num_keys = divide(num_tiles + params.num_splits - 1, params.num_splits) * kBlockN;
+        first_key = first * kBlockN;
+    }
+    tile.key_begin = first_key + split * num_keys;
     tile.key_end = min(keys.any.end, tile.key_begin + num_keys);
     keys.any = {max(keys.any.begin, tile.key_begin), tile.key_end};
     keys.all.end = min(keys.all.end, tile.key_end);  // all may begin in front of the split, where nobody looks

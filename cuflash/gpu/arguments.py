@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from ..plan.axes import BATCH_AXES, Axes
 from ..plan.partial import partial_of, partial_results
-from ..plan.plan import BATCH_AXES, Axes, Plan
+from ..plan.plan import Plan
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import ARRAYS, HEAD_ARRAYS, Dtypes, Problem, Strides, Traits
 
@@ -37,6 +38,7 @@ LENGTHS: Fields = (
     ("heads_continue", "q"),
     ("first_block", "q"),
     ("num_splits", DIVISOR),
+    ("split_size", "q"),
     ("out_split_stride", "q"),
     ("lse_split_stride", "q"),
 )
@@ -146,6 +148,7 @@ def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
         heads_continue=not varlen and plan.num_batches > 1 and _heads_continue(problem, plan, strides),
         first_block=first_block,
         num_splits=divisor(plan.num_splits),
+        split_size=plan.split_size,
         out_split_stride=split_strides[0],
         lse_split_stride=split_strides[1],
     )

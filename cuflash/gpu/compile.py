@@ -16,7 +16,7 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from ..cupy_cache import compile_in_memory
-from ..plan.plan import Program
+from ..plan.build import Program
 from ..settings import read
 
 

@@ -6,8 +6,9 @@ import warnings
 from collections.abc import Iterator
 
 from ..cupy_cache import import_cupy
+from ..plan.build import Program
 from ..plan.gated import GatedPlan, make_gated_plan
-from ..plan.plan import Plan, Program, make_plan
+from ..plan.plan import Plan, make_plan
 from ..plan.table import Device
 from ..problem.arrays import FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from ..problem.describe import describe_attention

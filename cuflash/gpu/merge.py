@@ -7,7 +7,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ..plan.plan import BATCH_AXES, Program, merge_axes
+from ..plan.axes import BATCH_AXES, merge_axes
+from ..plan.build import Program
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Operand
 from .arguments import DIVISOR, Fields, divisor, packer

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ..problem.arrays import FLOAT_NAMES, ITEMSIZE
 from ..problem.gated import GatedProblem, GatedTraits
 from ..settings import Settings
+from .build import Program
 from .features import Macros
 from .gated_tiles import (
     CHUNK_BYTES,
@@ -40,7 +41,6 @@ from .gated_tiles import (
     recurrent_shared_memory,
     recurrent_tiles,
 )
-from .plan import Program
 from .table import choose_row
 from .tiles import Device, blocks_in_shared_memory
 

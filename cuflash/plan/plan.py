@@ -5,7 +5,6 @@ A `Build` follows from the traits of a problem and is remembered; the lengths ch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -13,141 +12,21 @@ from ..problem.arrays import ITEMSIZE
 from ..problem.checks import BOUNDARY
 from ..problem.problem import Problem, Traits
 from ..settings import Settings
-from .cost import (
-    MAX_SPLITS,
-    Choice,
-    Cost,
-    Lengths,
-    Pace,
-    cheapest,
-    heads_per_tile,
-    lengths_of,
-    pace_of,
-    rounded,
-    walk_of,
-)
-from .features import Macros, feature_macros
-from .partial import partial_of, partial_results, partial_traits
-from .table import KERNELS, Device, KernelSpec, Tile, choose_row
+from .axes import Axes, walked_axes
+from .build import Build, Program, build_of_rows, choose_build, find_builds
+from .cost import Lengths, heads_per_tile, lengths_of, walk_of
+from .partial import partial_of
+from .table import KERNELS, Device, KernelSpec, Tile
 from .tiles import APPENDING, PREPARING, WARP, round_up
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
-BATCH_AXES = 4
-"""Leading axes that a kernel walks."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 
 A tile of M rows does M operations for each byte of keys and values: 64 rows at 4.3 TB/s 275 TFLOP/s, less than the
 tensor cores do. All heads at once have fewer turns, so that fewer multiprocessors wait for the last one.
 """
-CACHE_SIZE = 4096
-
-Axes = tuple[tuple[int, int], ...]
-
-
-class Program(NamedTuple):
-    """What is compiled: a CUDA source and the macros it is compiled with, which hold no lengths and no strides."""
-
-    kernel: str
-    macros: Macros
-    shared_memory: int
-    """Bytes per block."""
-
-
-class Build:
-    """What follows from traits, device and settings: the kernel, its tiles and their programs.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-    tiles : list of Tile
-    programs : dict of (Tile, bool) to Program
-        As they are asked for; the second says whether their results are partial.
-    """
-
-    def __init__(self, spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> None:
-        self.spec = spec
-        self.tiles = _allowed_tiles(spec, traits, device, settings)
-        self._traits = traits
-        self._device = device
-        self._cost: Cost = self.spec.cost(traits)
-        bucket = self.spec.head_dim_bucket
-        features = bucket(traits.head_dim) + bucket(traits.head_dim_v)
-        # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
-        # is given `out` has no `workspace` to be given too.
-        splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
-        self._splittable = splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
-        self._paces: list[Pace] = [
-            pace_of(
-                self._cost,
-                tile,
-                features,
-                self.spec.min_blocks(traits, tile, device),
-                MAX_SPLITS if tile in splittable else 1,
-                self.spec.prepared_row(traits),
-            )
-            for tile in self.tiles
-        ]
-        self._choices: dict[tuple[int | None, ...], Choice] = {}
-        self._preparing: Program | None = None
-        self._appending: Program | None = None
-        self._programs: dict[tuple[Tile, bool], Program] = {}
-
-    def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
-        """Tile and splits that take the least time; remembered. No tile `prepares` where that can't be."""
-        rounded_lengths = rounded(lengths)
-        key = prepares, *rounded_lengths
-        choice = self._choices.get(key)
-        if choice is None:
-            if len(self._choices) >= CACHE_SIZE:
-                self._choices.clear()
-            multiprocessors = self._device.num_multiprocessors
-            choice = cheapest(
-                self._paces, self._cost, Lengths(*rounded_lengths), self._traits.head_dim_v, multiprocessors, prepares
-            )
-            if choice.time == float("inf"):
-                raise ValueError(
-                    f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
-                    f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
-                )
-            self._choices[key] = choice
-        return choice
-
-    def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
-        """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""
-        if num_splits == 1 or not self._splittable:
-            return tile, 1
-        tile = tile if tile in self._splittable else self._splittable[0]
-        return tile, max(1, min(num_splits, -(-seqlen_k // tile.block_n), MAX_SPLITS))
-
-    def program(self, tile: Tile, is_split: bool) -> Program:
-        """What is compiled for a tile, whose results are partial if its keys are split; remembered."""
-        program = self._programs.get((tile, is_split))
-        if program is None:
-            traits = partial_traits(self._traits) if is_split else self._traits
-            macros = _macros(self.spec, traits, tile, self._device)
-            program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
-            self._programs[tile, is_split] = program
-        return program
-
-    def appending(self) -> Program:
-        """What appends keys and values to a cache; remembered."""
-        if self._appending is None:
-            traits = self._traits
-            lengths = ("SEQLENS_K", int(traits.seqlens_k)), ("PAGED", int(traits.page_table))
-            macros = *_array_macros(self.spec, traits), *_tile_macros(APPENDING), *lengths
-            self._appending = Program("append_keys", macros, 0)
-        return self._appending
-
-    def preparing(self) -> Program:
-        """What makes keys and values ready for tiles that want that; remembered."""
-        if self._preparing is None:
-            spec, traits = self.spec.preparing, self._traits
-            assert spec is not None, "else no tile wants that"
-            macros = *_array_macros(self.spec, traits), *_tile_macros(PREPARING), *spec.macros(traits)
-            self._preparing = Program(spec.name, macros, spec.shared_memory(traits))
-        return self._preparing
 
 
 class Preparation(NamedTuple):
@@ -188,6 +67,8 @@ class Plan(NamedTuple):
     """Axis and length of those beyond four: one launch for each of their indices."""
     num_splits: int
     """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
+    split_size: int
+    """Keys of each of them, counted from key 0; 0: those that a tile sees are shared out."""
     preparation: Preparation | None
     append: Append | None
 
@@ -197,44 +78,14 @@ class Plan(NamedTuple):
         return self.program.kernel
 
     def __str__(self) -> str:
-        beside = [f"{self.num_splits} splits"] if self.num_splits > 1 else []
+        size = f" of {self.split_size} keys" if self.split_size else ""
+        beside = [f"{self.num_splits} splits{size}"] if self.num_splits > 1 else []
         beside += [f"{self.workspace} bytes of workspace"] if self.workspace else []
         splits = f" ({', '.join(beside)})" if beside else ""
         return (
             f"{self.program.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
             f"{splits}, {self.program.shared_memory} bytes of shared memory"
         )
-
-
-_builds: dict[tuple[Traits, Device, Settings], list[Build]] = {}
-
-
-def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Build]:
-    """Return what follows from the traits, remembered: a build, and others if their kernels may take less time.
-
-    ValueError if `options(kernel=..., tile=...)` asks for what cannot serve them.
-    """
-    key = traits, device, settings
-    builds = _builds.get(key)
-    if builds is None:
-        if len(_builds) >= CACHE_SIZE:
-            _builds.clear()
-        specs = [choose_row(KERNELS, traits, device, settings)]
-        if not settings.kernel and not settings.tile:
-            others = [spec for spec in KERNELS if spec.name in specs[0].yields_to]
-            specs += [spec for spec in others if spec.refusal(traits, device) is None]
-        builds = _builds[key] = [Build(spec, traits, device, settings) for spec in specs]
-    return builds
-
-
-def choose_build(builds: list[Build], lengths: Lengths, prepares: bool) -> tuple[Build, Choice]:
-    """Return the build that takes the least time, and what it chooses; of equal ones the first."""
-    chosen = builds[0], builds[0].choose(lengths, prepares)
-    for build in builds[1:]:
-        choice = build.choose(lengths, prepares)
-        if choice.time < chosen[1].time:
-            chosen = build, choice
-    return chosen
 
 
 def make_plan(
@@ -245,20 +96,25 @@ def make_plan(
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
     lengths = lengths_of(problem)
-    prepares = prepares and not (_walked_axes(problem, False)[0] or problem.traits.seqlens_k)
-    build, choice = choose_build(find_builds(problem.traits, device, settings), lengths, prepares)
-    tile = build.tiles[choice.tile_idx]
-    if num_splits is None and problem.cache is not None and problem.cache.num_splits is not None:
-        tile, num_splits = build.splitting(tile, problem.cache.num_splits, problem.seqlen_k)
+    prepares = prepares and not (walked_axes(problem, False)[0] or problem.traits.seqlens_k)
+    if problem.cache is not None and problem.cache.split_size is not None:
+        build = build_of_rows(problem.traits, device, settings)
+        tile, choice_splits = build.tiles[0], 1
+    else:
+        build, choice = choose_build(find_builds(problem.traits, device, settings), lengths, prepares)
+        tile, choice_splits = build.tiles[choice.tile_idx], choice.num_splits
+    split_size = 0
+    if num_splits is None and problem.cache is not None:
+        tile, num_splits, split_size = _splits_of_cache(problem, build, tile, choice_splits)
     elif num_splits is None:
-        num_splits = choice.num_splits
-        if num_splits > 1:  # without those that would be left with no tile
-            num_steps = max(walk_of(lengths, tile).num_steps, 1)
-            num_splits = -(-num_steps // -(-num_steps // num_splits))
+        num_splits = choice_splits
+    if num_splits > 1 and not split_size and num_splits == choice_splits:  # without those left with no tile
+        num_steps = max(walk_of(lengths, tile).num_steps, 1)
+        num_splits = -(-num_steps // -(-num_steps // num_splits))
     is_split = num_splits > 1
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
-    outer_axes, batch_axes = _walked_axes(problem, is_split)
+    outer_axes, batch_axes = walked_axes(problem, is_split)
     num_batches = 1
     for _, length in batch_axes:
         num_batches *= length
@@ -277,9 +133,32 @@ def make_plan(
         batch_axes,
         outer_axes,
         num_splits,
+        split_size if is_split else 0,
         preparation,
         _append(problem, build),
     )
+
+
+KEYS_OF_A_SPLIT = 4096
+"""Of a cache whose lengths the host does not know: what a block reads in twenty times what it takes to begin."""
+
+
+def _splits_of_cache(problem: Problem, build: Build, tile: Tile, num_splits: int) -> tuple[Tile, int, int]:
+    """Return a tile, the number of splits of a cache's keys, and their size if that is fixed.
+
+    Where each batch has a length of its own, one of them may have most of the keys: then none is one block's alone.
+    """
+    cache, seqlen_k = problem.cache, problem.seqlen_k
+    assert cache is not None, "else it has no splits of its own"
+    if cache.num_splits is not None:
+        return *build.splitting(tile, cache.num_splits, seqlen_k), 0
+    if cache.split_size is not None:
+        return tile, max(1, -(-seqlen_k // cache.split_size)), cache.split_size
+    if not problem.traits.seqlens_k:
+        return tile, num_splits, 0
+    tile, num_splits = build.splitting(tile, max(num_splits, -(-seqlen_k // KEYS_OF_A_SPLIT)), seqlen_k)
+    split_size = round_up(-(-seqlen_k // num_splits), tile.block_n)
+    return tile, max(1, -(-seqlen_k // split_size)) if split_size else 1, split_size
 
 
 def _append(problem: Problem, build: Build) -> Append | None:
@@ -331,72 +210,3 @@ def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: 
 def refusals(traits: Traits, device: Device) -> list[tuple[str, str | None]]:
     """Every row of the table with the reason why it does not serve such problems, None where it does."""
     return [(spec.name, spec.refusal(traits, device)) for spec in KERNELS]
-
-
-def _allowed_tiles(spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> list[Tile]:
-    """Tiles that fit, or the one that the settings name."""
-    tiles = spec.tiles(traits, device)
-    if not settings.tile:
-        return tiles
-    named = [tile for tile in tiles if str(tile) == settings.tile]
-    if named:
-        return named
-    names = ", ".join(dict.fromkeys(map(str, tiles)))
-    raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
-
-
-def merge_axes(shape: tuple[int, ...], operands: Sequence[tuple[int, ...]]) -> Axes:
-    """Merge neighbouring axes that every operand steps through as one, given its strides.
-
-    Each result is the last axis of those it stands for and the product of their lengths; axes of length 1 are left out.
-    """
-    merged: list[tuple[int, int]] = []
-    for axis in range(len(shape) - 1, -1, -1):
-        length = shape[axis]
-        if length == 1:
-            continue
-        if merged:
-            inner_axis, inner_length = merged[-1]
-            if all(strides[axis] == strides[inner_axis] * inner_length for strides in operands):
-                merged[-1] = (inner_axis, inner_length * length)
-                continue
-        merged.append((axis, length))
-    return tuple(reversed(merged))
-
-
-def _walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
-    """Leading axes that need a launch each, and those that the kernel walks; merged if they are too many."""
-    if problem.traits.op == "attention_varlen":
-        return (), ()
-    if len(problem.batch) <= BATCH_AXES:
-        return (), tuple(enumerate(problem.batch))
-    written = partial_results(problem) if is_split else problem
-    merged = merge_axes(problem.batch, [strides for strides in written.strides if strides is not None])
-    split = max(0, len(merged) - BATCH_AXES)
-    return merged[:split], merged[split:]
-
-
-def _array_macros(spec: KernelSpec, traits: Traits) -> Macros:
-    return (
-        ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
-        ("HEAD_DIM", spec.head_dim_bucket(traits.head_dim)),
-        ("HEAD_DIM_V", spec.head_dim_bucket(traits.head_dim_v)),
-        ("ALIGNMENT", traits.alignment),
-    )
-
-
-def _tile_macros(tile: Tile) -> Macros:
-    return ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n), ("THREADS", tile.num_threads)
-
-
-def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Macros:
-    return (
-        *_array_macros(spec, traits),
-        ("OUT_DTYPE", f"CUFLASH_{traits.out_dtype.upper()}"),
-        *_tile_macros(tile),
-        ("STAGES", tile.stages),
-        ("MIN_BLOCKS", spec.min_blocks(traits, tile, device)),
-        *feature_macros(traits, spec.caps_by_polynomial),
-        *spec.macros(traits),
-        *((("PREPARED", 1),) if tile.prepared else ()),
-    )

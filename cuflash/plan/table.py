@@ -112,6 +112,8 @@ class KernelSpec(NamedTuple):
     """What makes keys and values ready for tiles that want that."""
     yields_to: tuple[str, ...] = ()
     """Later rows that serve the call where the cost model expects less time of them: few queries, for one."""
+    row_by_row: bool = False
+    """Whether the bits of a row depend on no other row, and its first tile has splits: for `split_size`."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -201,6 +203,7 @@ KERNELS = (
         cost=decode_cost,
         limits=decode_limits,
         starved_rows=64,
+        row_by_row=True,
         rounds_weights=True,
     ),
     KernelSpec(
@@ -280,6 +283,7 @@ KERNELS = (
         shared_memory=scalar_shared_memory,
         min_blocks=scalar_min_blocks,
         cost=scalar_cost,
+        row_by_row=True,
     ),
 )
 

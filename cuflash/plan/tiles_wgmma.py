@@ -44,8 +44,9 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(2 * elements + beside, 1024)
 
 
-# A warpgroup has 64 rows; where these are all, memory is the limit, and two blocks share a multiprocessor. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
-# 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower.
+# A warpgroup has 64 rows; where these are all, memory is the limit, and two blocks share a multiprocessor. Measured on
+# an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128 366 / 372; head_dim 128 128x128
+# 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
     Tile(64, 128, 256, 2), Tile(64, 64, 256, 2),

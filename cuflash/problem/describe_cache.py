@@ -27,6 +27,7 @@ def describe_kv_cache(
     v_new: Any = None,
     page_table: Any = None,
     num_splits: Any = None,
+    split_size: Any = None,
     bias: Any = None,
     mask: Any = None,
     **options: Any,
@@ -51,11 +52,8 @@ def describe_kv_cache(
     num_new = infos["k_new"].shape[2] if k_new is not None else 0
     seqlen_k, num_new = _check_lengths(infos, seqlens_k, batch, capacity, num_new)
     _check_pages(infos, num_new, seqlen_k)
-    splits = None if num_splits is None else parse_integer("num_splits", num_splits, "a positive int, or None")
-    if splits is not None and splits < 1:
-        raise ValueError(f"num_splits is {splits}, expected a positive int, or None for as many as help")
     caches = {name: infos[name] for name in ("k_cache", "v_cache")}
-    cache = Cache(num_new, *pages, splits)
+    cache = Cache(num_new, *pages, *_parse_splits(num_splits, split_size))
     seqlens = infos["q"].shape[2], seqlen_k
     shapes = dict(zip(ARRAYS, cache_shapes(batch, heads, seqlens, head_dims, cache), strict=True))
     for name, x, dtypes in (("bias", bias, FLOAT_NAMES), ("mask", mask, ("bool",))):
@@ -74,6 +72,21 @@ def describe_kv_cache(
         others = {name: info for name, info in infos.items() if name not in ("k", "v")}
         _check_what_is_written(caches, caches | others)
     return problem, infos
+
+
+def _parse_splits(num_splits: Any, split_size: Any) -> tuple[int | None, int | None]:
+    """Check into how many parts keys are split, or after how many."""
+    if num_splits is not None:
+        num_splits = parse_integer("num_splits", num_splits, "a positive int, or None")
+        if num_splits < 1:
+            raise ValueError(f"num_splits is {num_splits}, expected a positive int, or None for as many as help")
+    if split_size is not None:
+        if num_splits is not None:
+            raise ValueError(f"split_size is {split_size} and num_splits is {num_splits}, expected one of the two")
+        split_size = parse_integer("split_size", split_size, "a positive multiple of 64, or None")
+        if split_size < 1 or split_size % 64:
+            raise ValueError(f"split_size is {split_size}, expected a positive multiple of 64, or None")
+    return num_splits, split_size
 
 
 def _operands(named: dict[str, Any], paged: bool) -> dict[str, ArrayInfo]:

@@ -126,7 +126,7 @@ class Kind:
         pages = (0, 0, 0)
         if self._like.traits.page_table:
             pages = shapes[_K][0], shapes[_K][-2], shapes[_PAGE_TABLE][-1]
-        return Cache(num_new, *pages, self._like.cache.num_splits)
+        return Cache(num_new, *pages, self._like.cache.num_splits, self._like.cache.split_size)
 
     def _keys_in_cache(self, shapes: tuple[Any, ...]) -> int:
         """Keys of a batch, at most."""

@@ -136,6 +136,8 @@ class Cache(NamedTuple):
     """Of a batch."""
     num_splits: int | None
     """Blocks that share the keys of one tile, if the call says so."""
+    split_size: int | None
+    """Keys of each of them, likewise."""
 
 
 class Problem(NamedTuple):

@@ -113,6 +113,7 @@ if TYPE_CHECKING:
         v_new: AnyArray | None
         page_table: AnyArray | None
         num_splits: SupportsIndex | None
+        split_size: SupportsIndex | None
         bias: AnyArray | None
         mask: AnyArray | None
         workspace: AnyArray | None

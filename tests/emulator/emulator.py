@@ -26,8 +26,9 @@ from cuflash.gpu.launch import launch_parts
 from cuflash.gpu.merge import NUM_THREADS
 from cuflash.gpu.merge_states import merge_steps, merge_workspace
 from cuflash.gpu.workspace import merge_of_splits
+from cuflash.plan.build import Program
 from cuflash.plan.partial import partial_of
-from cuflash.plan.plan import Plan, Program, make_plan
+from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.plan.tiles import APPENDING, PREPARING
 from cuflash.problem.arrays import DTYPES, ArrayInfo, extent, inspect
@@ -284,7 +285,7 @@ class Emulator:
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""
-        chosen = problem.cache is not None and problem.cache.num_splits is not None
+        chosen = problem.cache is not None and (problem.cache.num_splits or problem.cache.split_size)
         plan = make_plan(problem, self.device, self.settings, None if chosen else self.num_splits)
         rows = result_rows(problem)
         spans = {name: span(info) for name, info in infos.items()}

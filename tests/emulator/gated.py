@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from cuflash.gpu.gated import Part, gated_parts, gated_pointers
+from cuflash.plan.build import Program
 from cuflash.plan.gated import make_gated_plan
-from cuflash.plan.plan import Program
 from cuflash.plan.table import Device, device_of
 from cuflash.problem.arrays import ArrayInfo
 from cuflash.problem.describe_gated import (

@@ -20,7 +20,8 @@ import pytest
 from cuflash import cupy_cache
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu.compile import KernelCompileError, kernel_function
-from cuflash.plan.plan import Program, make_plan
+from cuflash.plan.build import Program
+from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.describe import describe_attention
 from cuflash.settings import AUTOMATIC

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan.test_splits import assert_rows_alike
 
 import cuflash
 from cuflash import reference
@@ -125,5 +126,13 @@ def test_nothing_is_launched_for_what_is_refused() -> None:
     with pytest.raises(ValueError, match="workspace has"):
         many = [_draw(cupy, seed, 2, 2, 20_000, 64) for seed in (0, 1)]
         small = cupy.empty(16, np.uint8)
-        cuflash.attention_with_kv_cache(q, *many, seqlens_k=3, k_new=new, v_new=new, num_splits=4, workspace=small)
+        cuflash.attention_with_kv_cache(q, *many, seqlens_k=9999, k_new=new, v_new=new, num_splits=4, workspace=small)
     assert all(bool((a == b).all()) for a, b in zip(cache, before, strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "window"), [(np.float16, None), (np.float16, (1000, None)), (np.float32, None)])
+def test_rows_of_equal_splits_are_alike(dtype: Any, window: Any) -> None:
+    import cupy
+
+    options = {} if window is None else {"window": window}
+    assert_rows_alike(cuflash.attention_with_kv_cache, cupy, dtype, 4000, 1024, **options)

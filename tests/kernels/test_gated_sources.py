@@ -11,8 +11,8 @@ from plan.test_gated_plan import delta_problem, output_problem
 
 from cuflash.gpu.compile import Resources, compile_offline
 from cuflash.gpu.gated import FIELDS, STRIDED, gated_parts, gated_pointers
+from cuflash.plan.build import Program
 from cuflash.plan.gated import GATED_KERNELS, GatedPlan, GatedSpec, make_gated_plan
-from cuflash.plan.plan import Program
 from cuflash.plan.table import device_of
 from cuflash.problem.gated import GatedProblem
 from cuflash.settings import Settings

@@ -22,8 +22,9 @@ from cuflash.gpu.compile import (
     source_digest,
     source_folder,
 )
+from cuflash.plan.build import Program
 from cuflash.plan.gated import GATED_KERNELS
-from cuflash.plan.plan import Plan, Program, make_plan
+from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash.plan import cost
+from cuflash.plan.build import find_builds
 from cuflash.plan.cost import (
     MAX_SPLITS,
     SPLIT_CALL,
@@ -24,7 +25,7 @@ from cuflash.plan.cost import (
     time_of_a_split,
     walk_of,
 )
-from cuflash.plan.plan import find_builds, make_plan
+from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, Tile
 from cuflash.settings import AUTOMATIC, Settings
 from plan.test_plan import H200, dense, gpu, packed, square

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 import cuflash.plan.plan
 from cuflash.gpu.arguments import LENGTHS, STRIDES, pack_values
+from cuflash.plan.axes import BATCH_AXES
 from cuflash.plan.features import FEATURES, used_features
-from cuflash.plan.plan import BATCH_AXES, Plan, make_plan, refusals
+from cuflash.plan.plan import Plan, make_plan, refusals
 from cuflash.plan.table import KERNELS, Device, KernelSpec, device_of
 from cuflash.plan.tiles import SHARED_MEMORY_KB
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides

@@ -15,7 +15,7 @@ import cuflash
 from cuflash import reference
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.compile import compile_offline
-from cuflash.plan import plan
+from cuflash.plan import build, plan
 from cuflash.plan.partial import partial_of, partial_results
 from cuflash.plan.plan import make_plan, refusals
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
@@ -52,8 +52,9 @@ def test_plans() -> None:
 
 def test_rows_that_cannot_write_partial_results_do_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
     row = KERNELS[-1]._replace(name="narrow", features=KERNELS[-1].features - {"out_dtype"})
-    monkeypatch.setattr(plan, "KERNELS", (row,))
-    monkeypatch.setattr(plan, "_builds", {})
+    for module in (build, plan):
+        monkeypatch.setattr(module, "KERNELS", (row,))
+    monkeypatch.setattr(build, "_builds", {})
     assert refusals(decode().traits, H200) == [("narrow", None)]
     assert make_plan(decode(), H200, AUTOMATIC).num_splits == 1
 
@@ -376,3 +377,67 @@ def test_splits_of_a_cache_are_those_asked_for(wanted: int, found: int) -> None:
     plan = make_plan(problem, H200, Settings("forward_mma", "16x64x2", False))
     assert plan.num_splits == found and (found > 1) == (plan.workspace > 0)
     assert make_plan(problem._replace(seqlen_k=0), H200, AUTOMATIC).num_splits == 1
+
+
+def test_caches_of_unknown_lengths_are_split_by_size() -> None:
+    """One long sequence among short ones is not one block's alone, and short ones have few blocks with work."""
+    caches = gpu((64, 8, 1, 64)), gpu((64, 8, 32768, 64)), gpu((64, 8, 32768, 64))
+    known = make_plan(describe_kv_cache(*caches, seqlens_k=32768)[0], H200, AUTOMATIC)
+    assert known.split_size == 0 and known.num_splits < 4
+    unknown = make_plan(describe_kv_cache(*caches, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC)
+    assert unknown.num_splits * unknown.split_size == 32768 and unknown.split_size <= 4096
+    assert f"({unknown.num_splits} splits of {unknown.split_size} keys, " in str(unknown)
+    short = gpu((64, 8, 1, 64)), gpu((64, 8, 900, 64)), gpu((64, 8, 900, 64))
+    assert make_plan(describe_kv_cache(*short, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC).num_splits == 1
+
+
+@pytest.mark.parametrize(
+    ("queries", "dtype", "kernel"),
+    [(1, "bfloat16", "forward_decode"), (999, "float16", "forward_decode"), (1, "float32", "forward_scalar")],
+)
+def test_a_split_size_names_kernel_and_tile(queries: int, dtype: str, kernel: str) -> None:
+    arrays = gpu((2, 8, queries, 64), dtype), gpu((2, 2, 5000, 64), dtype), gpu((2, 2, 5000, 64), dtype)
+    found = make_plan(describe_kv_cache(*arrays, seqlens_k=5000, split_size=1024)[0], H200, AUTOMATIC)
+    assert (found.kernel, found.num_splits, found.split_size) == (kernel, 5, 1024)
+    assert found.tile == make_plan(describe_kv_cache(*arrays, seqlens_k=10, split_size=64)[0], H200, AUTOMATIC).tile
+
+
+def assert_rows_alike(attend: Any, xp: Any, dtype: Any, capacity: int, split_size: int, **options: Any) -> None:
+    """With a split size each row has the same bits alone, in a batch, behind a part of the prompt, and with pages."""
+    rng = np.random.default_rng(3)
+    lengths = np.asarray([capacity - 50, capacity // 3, capacity], np.int32)
+    num_queries, page_size = 5, 8
+
+    def draw(*shape: int) -> Any:
+        return xp.asarray(rng.standard_normal(shape, np.float32).astype(dtype))
+
+    q, k, v = draw(3, 4, num_queries, 64), draw(3, 2, capacity, 64), draw(3, 2, capacity, 64)
+    options |= {"causal": True, "split_size": split_size}
+    together = attend(q, k, v, seqlens_k=xp.asarray(lengths), **options)
+    order = rng.permutation(3 * capacity // page_size)
+    pages = [xp.empty((order.size, 2, page_size, 64), dtype) for _ in range(2)]
+    for x, cache in zip(pages, (k, v), strict=True):
+        x[order] = cache.reshape(3, 2, -1, page_size, 64).swapaxes(1, 2).reshape(-1, 2, page_size, 64)
+    table = xp.asarray(order.reshape(3, -1).astype(np.int32))
+    paged = attend(q, *pages, seqlens_k=xp.asarray(lengths), page_table=table, **options)
+    assert bool((paged == together).all())
+    for batch, length in enumerate(lengths.tolist()):
+        for i in range(num_queries):
+            seen = length - num_queries + 1 + i
+            room = slice(None, min(seen + 7 * i, capacity))
+            alone = attend(
+                q[batch : batch + 1, :, i : i + 1], k[batch : batch + 1, :, room], v[batch : batch + 1, :, room],
+                seqlens_k=seen, **options,
+            )  # fmt: skip
+            assert bool((alone[0, :, 0] == together[batch, :, i]).all()), (batch, i)
+
+
+@emulated
+@pytest.mark.parametrize("options", [{}, {"window": (90, None)}], ids=["causal", "window"])
+def test_rows_of_equal_splits_are_alike(options: dict[str, Any]) -> None:
+    assert_rows_alike(Emulator("forward_decode").attention_with_kv_cache, np, np.float16, 200, 64, **options)
+
+
+@emulated
+def test_rows_of_equal_splits_are_alike_in_float32() -> None:
+    assert_rows_alike(Emulator("forward_scalar").attention_with_kv_cache, np, np.float32, 200, 64)

@@ -14,8 +14,9 @@ import pytest
 
 import cuflash
 from cuflash.gpu.core import core_programs
+from cuflash.plan.build import Program
 from cuflash.plan.gated import make_gated_plan
-from cuflash.plan.plan import Program, make_plan
+from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.arrays import FLOAT_NAMES, stand_in
 from cuflash.problem.describe import describe_attention

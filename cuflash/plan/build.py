@@ -1,0 +1,197 @@
+"""What follows from the traits of a problem: the kernel, its tiles, and what each of them is compiled with."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem.problem import Traits
+from ..settings import Settings
+from .axes import BATCH_AXES
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded
+from .features import Macros, feature_macros
+from .partial import partial_traits
+from .table import KERNELS, Device, KernelSpec, Tile, choose_row
+from .tiles import APPENDING, PREPARING
+
+CACHE_SIZE = 4096
+
+
+class Program(NamedTuple):
+    """What is compiled: a CUDA source and the macros it is compiled with, which hold no lengths and no strides."""
+
+    kernel: str
+    macros: Macros
+    shared_memory: int
+    """Bytes per block."""
+
+
+class Build:
+    """What follows from traits, device and settings: the kernel, its tiles and their programs.
+
+    Attributes
+    ----------
+    spec : KernelSpec
+    tiles : list of Tile
+    programs : dict of (Tile, bool) to Program
+        As they are asked for; the second says whether their results are partial.
+    """
+
+    def __init__(self, spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> None:
+        self.spec = spec
+        self.tiles = _allowed_tiles(spec, traits, device, settings)
+        self._traits = traits
+        self._device = device
+        self._cost: Cost = self.spec.cost(traits)
+        bucket = self.spec.head_dim_bucket
+        features = bucket(traits.head_dim) + bucket(traits.head_dim_v)
+        # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
+        # is given `out` has no `workspace` to be given too.
+        splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
+        self._splittable = splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
+        self._paces: list[Pace] = [
+            pace_of(
+                self._cost,
+                tile,
+                features,
+                self.spec.min_blocks(traits, tile, device),
+                MAX_SPLITS if tile in splittable else 1,
+                self.spec.prepared_row(traits),
+            )
+            for tile in self.tiles
+        ]
+        self._choices: dict[tuple[int | None, ...], Choice] = {}
+        self._preparing: Program | None = None
+        self._appending: Program | None = None
+        self._programs: dict[tuple[Tile, bool], Program] = {}
+
+    def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
+        """Tile and splits that take the least time; remembered. No tile `prepares` where that can't be."""
+        rounded_lengths = rounded(lengths)
+        key = prepares, *rounded_lengths
+        choice = self._choices.get(key)
+        if choice is None:
+            if len(self._choices) >= CACHE_SIZE:
+                self._choices.clear()
+            multiprocessors = self._device.num_multiprocessors
+            choice = cheapest(
+                self._paces, self._cost, Lengths(*rounded_lengths), self._traits.head_dim_v, multiprocessors, prepares
+            )
+            if choice.time == float("inf"):
+                raise ValueError(
+                    f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
+                    f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
+                )
+            self._choices[key] = choice
+        return choice
+
+    def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
+        """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""
+        if num_splits == 1 or not self._splittable:
+            return tile, 1
+        tile = tile if tile in self._splittable else self._splittable[0]
+        return tile, max(1, min(num_splits, -(-seqlen_k // tile.block_n), MAX_SPLITS))
+
+    def program(self, tile: Tile, is_split: bool) -> Program:
+        """What is compiled for a tile, whose results are partial if its keys are split; remembered."""
+        program = self._programs.get((tile, is_split))
+        if program is None:
+            traits = partial_traits(self._traits) if is_split else self._traits
+            macros = _macros(self.spec, traits, tile, self._device)
+            program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
+            self._programs[tile, is_split] = program
+        return program
+
+    def appending(self) -> Program:
+        """What appends keys and values to a cache; remembered."""
+        if self._appending is None:
+            traits = self._traits
+            lengths = ("SEQLENS_K", int(traits.seqlens_k)), ("PAGED", int(traits.page_table))
+            macros = *_array_macros(self.spec, traits), *_tile_macros(APPENDING), *lengths
+            self._appending = Program("append_keys", macros, 0)
+        return self._appending
+
+    def preparing(self) -> Program:
+        """What makes keys and values ready for tiles that want that; remembered."""
+        if self._preparing is None:
+            spec, traits = self.spec.preparing, self._traits
+            assert spec is not None, "else no tile wants that"
+            macros = *_array_macros(self.spec, traits), *_tile_macros(PREPARING), *spec.macros(traits)
+            self._preparing = Program(spec.name, macros, spec.shared_memory(traits))
+        return self._preparing
+
+
+_builds: dict[tuple[Traits, Device, Settings], list[Build]] = {}
+
+
+def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Build]:
+    """Return what follows from the traits, remembered: a build, and others if their kernels may take less time.
+
+    ValueError if `options(kernel=..., tile=...)` asks for what cannot serve them.
+    """
+    key = traits, device, settings
+    builds = _builds.get(key)
+    if builds is None:
+        if len(_builds) >= CACHE_SIZE:
+            _builds.clear()
+        specs = [choose_row(KERNELS, traits, device, settings)]
+        if not settings.kernel and not settings.tile:
+            others = [spec for spec in KERNELS if spec.name in specs[0].yields_to]
+            specs += [spec for spec in others if spec.refusal(traits, device) is None]
+        builds = _builds[key] = [Build(spec, traits, device, settings) for spec in specs]
+    return builds
+
+
+def build_of_rows(traits: Traits, device: Device, settings: Settings) -> Build:
+    """Return a build of which the bits of a row depend on no other row; that of the settings if they name one."""
+    if settings.kernel or settings.tile:
+        return find_builds(traits, device, settings)[0]
+    specs = [spec for spec in KERNELS if spec.row_by_row and spec.refusal(traits, device) is None]
+    return find_builds(traits, device, settings._replace(kernel=specs[0].name))[0]
+
+
+def choose_build(builds: list[Build], lengths: Lengths, prepares: bool) -> tuple[Build, Choice]:
+    """Return the build that takes the least time, and what it chooses; of equal ones the first."""
+    chosen = builds[0], builds[0].choose(lengths, prepares)
+    for build in builds[1:]:
+        choice = build.choose(lengths, prepares)
+        if choice.time < chosen[1].time:
+            chosen = build, choice
+    return chosen
+
+
+def _allowed_tiles(spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> list[Tile]:
+    """Tiles that fit, or the one that the settings name."""
+    tiles = spec.tiles(traits, device)
+    if not settings.tile:
+        return tiles
+    named = [tile for tile in tiles if str(tile) == settings.tile]
+    if named:
+        return named
+    names = ", ".join(dict.fromkeys(map(str, tiles)))
+    raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
+
+
+def _array_macros(spec: KernelSpec, traits: Traits) -> Macros:
+    return (
+        ("DTYPE", f"CUFLASH_{traits.dtype.upper()}"),
+        ("HEAD_DIM", spec.head_dim_bucket(traits.head_dim)),
+        ("HEAD_DIM_V", spec.head_dim_bucket(traits.head_dim_v)),
+        ("ALIGNMENT", traits.alignment),
+    )
+
+
+def _tile_macros(tile: Tile) -> Macros:
+    return ("BLOCK_M", tile.block_m), ("BLOCK_N", tile.block_n), ("THREADS", tile.num_threads)
+
+
+def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Macros:
+    return (
+        *_array_macros(spec, traits),
+        ("OUT_DTYPE", f"CUFLASH_{traits.out_dtype.upper()}"),
+        *_tile_macros(tile),
+        ("STAGES", tile.stages),
+        ("MIN_BLOCKS", spec.min_blocks(traits, tile, device)),
+        *feature_macros(traits, spec.caps_by_polynomial),
+        *spec.macros(traits),
+        *((("PREPARED", 1),) if tile.prepared else ()),
+    )
