@@ -238,6 +238,7 @@ def _add_cached(add: Callable[..., Any]) -> None:
         add(f"--{name}", **_ARRAY, help=f"its shape (default: as many keys as queries{_OR_OUTPUT[name]}")
     add("--page-table", type=_array, metavar="B,P[:DTYPE]", help="its shape")
     add("--num-splits", type=int, metavar="N")
+    add("--split-size", type=int, metavar="KEYS")
 
 
 _OR_OUTPUT = {"k-new": ")", "v-new": "; of chunk_gated_output: that of k)"}

@@ -42,8 +42,8 @@ struct LoadedQueries {
     }
 };
 
-// Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features behind the
-// last as the first one: they count nothing, and 0 x NaN is NaN.
+// Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features of a value
+// behind the last as the first one: they count nothing, and 0 x NaN is NaN. Those of a key are zeros.
 struct Reader {
     const AttentionParams& params;
     const TileMap& tile;
@@ -57,7 +57,7 @@ struct Reader {
 #pragma unroll
             for (int c = 0; c < kVectorsK; ++c) {
                 const bool is_there = (kPair == 1 && c < kVectorsK - 2) || place.feature_k(c) < params.head_dim;
-                k[j][c] = load_once(row + (is_there ? place.feature_k(c) * 2 : 0));
+                k[j][c] = is_there ? load_once(row + place.feature_k(c) * 2) : Words{};
             }
         }
     }
@@ -78,7 +78,7 @@ struct Reader {
                                                   int key) const {
         // right either way: it only keeps the casts in range
         const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
-        const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(kBlockN))) - 1;
+        const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
         const int nearest = min(max(key, first), last);
         if constexpr (kPaged) return key_row(params, tile, array, strides, n_begin + nearest);
         else return array + n_begin * strides.row + nearest * strides.row;

@@ -153,7 +153,7 @@ def test_bias_hides_what_is_no_number(tile: str) -> None:
     bias_of_no_numbers(Emulator("forward_mma"), tile)
 
 
-@pytest.mark.parametrize("kernel", ["forward_wmma", "forward_scalar"])
+@pytest.mark.parametrize("kernel", ["forward_decode", "forward_wmma", "forward_scalar"])
 def test_bias_hides_what_is_no_number_elsewhere(kernel: str) -> None:
     bias_of_no_numbers(Emulator(kernel))
 

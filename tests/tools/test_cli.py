@@ -213,6 +213,7 @@ OTHER_FUNCTIONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("attention_varlen", ["--q", "9,4,8"], {"v": (9, 4, 8), "cu_seqlens_q": np.zeros(2, np.int32)}),
     (CACHED, CACHES, OF_CACHES),
     (CACHED, [*CACHES, "--seqlens-k", "7", "--num-splits", "3"], OF_CACHES | {"seqlens_k": 7, "num_splits": 3}),
+    (CACHED, [*CACHES, "--seqlens-k", "7", "--split-size", "64"], OF_CACHES | {"seqlens_k": 7, "split_size": 64}),
     (CACHED, [*CACHES, "--k-new", "--v-new"], OF_CACHES | {"k_new": (2, 2, 5, 8), "v_new": (2, 2, 5, 6)}),
     (CACHED, [*CACHES, "--page-table", "2,9"], OF_CACHES | {"page_table": np.zeros((2, 9), np.int32)}),
     (CHUNKS, TOKENS, OF_TOKENS),
