@@ -76,8 +76,9 @@ struct Reader {
   private:
     __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin,
                                                   int key) const {
-        // right either way: it only keeps the casts in range
+        // right either way: keys begin behind it
         const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
+        // right either way: it only keeps the cast in range
         const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
         const int nearest = min(max(key, first), last);
         if constexpr (kPaged) return key_row(params, tile, array, strides, n_begin + nearest);
