@@ -76,7 +76,6 @@ struct Reader {
   private:
     __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin,
                                                   int key) const {
-        // right either way: keys begin behind it
         const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
         // right either way: it only keeps the cast in range
         const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
