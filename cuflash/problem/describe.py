@@ -55,75 +55,12 @@ def describe_attention_lse(q: Any, k: Any, *, out: Any = None, **options: Any) -
     return _describe_dense("attention_lse", operands(q=q, k=k), lse=out, return_lse=True, **options)
 
 
-def _describe_dense(
-    op: str,
-    infos: dict[str, ArrayInfo],
-    *,
-    causal: Causal = False,
-    window: Any = None,
-    query_offset: Any = None,
-    scale: Any = None,
-    bias: Any = None,
-    mask: Any = None,
-    softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    precision: str | None = None,
-    return_lse: bool = False,
-    out: Any = None,
-    lse: Any = None,
-    out_dtype: Any = None,
-    workspace: Any = None,
-) -> tuple[Problem, dict[str, ArrayInfo]]:
-    given = [with_heads(info) for info in infos.values()]
+def _describe_dense(op: str, infos: dict[str, ArrayInfo], **options: Any) -> tuple[Problem, dict[str, ArrayInfo]]:
     is_2d = all(len(info.shape) == 2 for info in infos.values())
-    batch, heads, seqlens, head_dims = _dense_axes(given)
-
-    found = dense_shapes(batch, heads, seqlens, head_dims)
-    shapes: dict[str, Any] = dict(zip(ARRAYS, found, strict=True))
-    if bias is not None:
-        optional_array(infos, "bias", bias, FLOAT_NAMES, shapes["bias"])
-    if mask is not None:
-        optional_array(infos, "mask", mask, ("bool",), shapes["mask"])
-    if alibi_slopes is not None:
-        optional_array(infos, "alibi_slopes", alibi_slopes, FLOAT_NAMES, shapes["alibi_slopes"])
-    if sinks is not None:
-        optional_array(infos, "sinks", sinks, FLOAT_NAMES, shapes["sinks"])
-    right, offset = parse_causal(causal, query_offset, seqlens[1] - seqlens[0])
-    if query_offset is not None and offset is None:
-        optional_array(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
-    window_left, window_right = parse_window(window, right)
-    out_shape = shapes["out"][1:] if is_2d else shapes["out"]
-    if op == "attention_lse":
-        out_name = infos["q"].dtype
-        if lse is not None:
-            check_lse(infos, "out", lse, out_shape[:-1])
-    else:
-        out_name = check_results(infos, out, lse, out_dtype, out_shape)
-    if workspace is not None:
-        check_workspace(infos, workspace)
-    if op == "attention_lse" and "out" in infos:
-        infos["lse"] = infos.pop("out")
-    strides = _strides_to_find(parse_flag("return_lse", return_lse) or lse is not None)
-    scale = parse_scale(scale, head_dims[0], infos["q"].dtype)
-    traits = _traits(op, infos, out_name, (window_left, window_right), softcap, precision)
-    like = Problem(
-        traits=traits,
-        batch=batch,
-        num_heads_q=heads[0],
-        num_heads_kv=heads[1],
-        seqlen_q=seqlens[0],
-        seqlen_k=seqlens[1],
-        window_left=window_left,
-        window_right=window_right,
-        query_offset=offset,
-        bottom_right=query_offset is None and causal != "top_left",
-        scale=scale,
-        strides=strides,
-        dtypes=_dtypes(infos),
-        is_2d=is_2d,
-    )
-    return _at(like, infos), infos
+    batch, heads, seqlens, head_dims = _dense_axes([with_heads(info) for info in infos.values()])
+    shapes: dict[str, Any] = dict(zip(ARRAYS, dense_shapes(batch, heads, seqlens, head_dims), strict=True))
+    offset = seqlens[1] - seqlens[0]
+    return problem_with_options(op, infos, shapes, batch, heads, seqlens, offset, is_2d=is_2d, **options), infos
 
 
 def _dense_axes(
@@ -195,9 +132,13 @@ def problem_with_options(
     bottom_right: int | None,
     cache: Cache | None = None,
     *,
+    is_2d: bool = False,
     causal: Causal = False,
     window: Any = None,
+    query_offset: Any = None,
     scale: Any = None,
+    bias: Any = None,
+    mask: Any = None,
     softcap: Any = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
@@ -208,19 +149,21 @@ def problem_with_options(
     out_dtype: Any = None,
     workspace: Any = None,
 ) -> Problem:
-    """Check the options that calls of packed sequences and of caches have in common; return the problem.
+    """Check the options of a call; return the problem.
 
     `shapes` are those of the arrays, `bottom_right` is the query offset if the last query stands at the last key, and
-    None where lengths are not known. Arrays of a cache get the names that they have in a problem.
+    None where lengths are not known. Arrays get the names that they have in a problem.
     """
-    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+    given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    for name, x in given.items():
         if x is not None:
-            optional_array(infos, name, x, FLOAT_NAMES, shapes[name])
-    right, offset = parse_causal(causal, None, bottom_right)
+            optional_array(infos, name, x, ("bool",) if name == "mask" else FLOAT_NAMES, shapes[name])
+    right, offset = parse_causal(causal, query_offset, bottom_right)
+    if query_offset is not None and offset is None:
+        optional_array(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
     window_left, window_right = parse_window(window, right)
-    out_name = check_results(infos, out, lse, out_dtype, shapes["out"])
-    if workspace is not None:
-        check_workspace(infos, workspace)
+    out_shape = shapes["out"][1:] if is_2d else shapes["out"]
+    out_name = _check_results(op, infos, out_shape, out, lse, out_dtype, workspace)
     if cache is not None:
         caches = {name: infos.pop(f"{name}_cache") for name in "kv"}
         is_known = not cache.page_size and "seqlens_k" not in infos
@@ -237,14 +180,35 @@ def problem_with_options(
         window_left=window_left,
         window_right=window_right,
         query_offset=offset,
-        bottom_right=causal != "top_left",
+        bottom_right=query_offset is None and causal != "top_left",
         scale=scale,
         strides=strides,
         dtypes=_dtypes(infos),
-        is_2d=False,
+        is_2d=is_2d,
         cache=cache,
     )
     return _at(like, infos)
+
+
+def _check_results(
+    op: str,
+    infos: dict[str, ArrayInfo],
+    out_shape: tuple[int, ...],
+    out: Any,
+    lse: Any,
+    out_dtype: Any,
+    workspace: Any,
+) -> str:
+    """Check the arrays that are written; return the dtype of the output. The one of `attention_lse` is its lse."""
+    is_lse = op == "attention_lse"
+    if is_lse and lse is not None:
+        check_lse(infos, "out", lse, out_shape[:-1])
+    out_name = infos["q"].dtype if is_lse else check_results(infos, out, lse, out_dtype, out_shape)
+    if workspace is not None:
+        check_workspace(infos, workspace)
+    if is_lse and "out" in infos:
+        infos["lse"] = infos.pop("out")
+    return out_name
 
 
 def first_keys(info: ArrayInfo, length: int) -> ArrayInfo:
