@@ -11,6 +11,10 @@
 // What a row gets depends on no other row: weights are relative to its own maximum, which each step follows, and output
 // joins by multiply-adds (tensor cores round toward zero while they accumulate).
 
+#ifndef CUFLASH_BLOCK_M
+#define CUFLASH_BLOCK_M 16  // the only number
+#endif
+
 #include "common/epilogue.cuh"
 #include "common/schedule.cuh"
 #include "decode/read.cuh"

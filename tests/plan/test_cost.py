@@ -156,7 +156,7 @@ def test_the_least_is_found(
 def test_splits_are_for_few_rows_and_many_keys() -> None:
     assert make_plan(square("float16", 64), H200, AUTOMATIC).num_splits == 1
     decode = dense(gpu((1, 8, 1, 128)), gpu((1, 8, 65536, 128)))
-    assert make_plan(decode, H200, AUTOMATIC).num_splits > 16
+    assert make_plan(decode, H200, AUTOMATIC).num_splits > 12
     assert make_plan(dense(gpu((1, 8, 1, 128)), gpu((1, 8, 100, 128))), H200, AUTOMATIC).num_splits == 1
     assert make_plan(decode._replace(window_left=100, window_right=0), H200, AUTOMATIC).num_splits == 1
     long = packed(1, 1, 8, 8, 64, "float16")._replace(seqlen_k=99999)

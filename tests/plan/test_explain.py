@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import cuflash
+import cuflash.plan.build
 import cuflash.plan.plan
 from cuflash import attention, attention_varlen, explain, options, warmup
 from cuflash.gpu import installed
@@ -139,8 +140,9 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     last = KERNELS[-1]
     narrow = last._replace(name="narrow", dtypes=("float16",))
     narrower = narrow._replace(name="narrower", max_head_dim=32)
-    monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrower, narrow, last))
-    monkeypatch.setattr(cuflash.plan.plan, "_builds", {})
+    for module in (cuflash.plan.build, cuflash.plan.plan):
+        monkeypatch.setattr(module, "KERNELS", (narrower, narrow, last))
+    monkeypatch.setattr(cuflash.plan.build, "_builds", {})
     x = StandIn((4, 5, 64), np.float32)
     explanation = explain(attention, x, x, x, device=90)
     assert explanation.kernel == last.name

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import cuflash.plan.build
 import cuflash.plan.plan
 from cuflash.gpu.arguments import LENGTHS, STRIDES, pack_values
 from cuflash.plan.axes import BATCH_AXES
@@ -526,8 +527,9 @@ narrow = KERNELS[-1]._replace(
 def test_rows_refuse_with_a_sentence(
     make: Callable[[], Problem], capability: int, words: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuflash.plan.plan, "KERNELS", (narrow, KERNELS[-1]))
-    monkeypatch.setattr(cuflash.plan.plan, "_builds", {})
+    for module in (cuflash.plan.build, cuflash.plan.plan):
+        monkeypatch.setattr(module, "KERNELS", (narrow, KERNELS[-1]))
+    monkeypatch.setattr(cuflash.plan.build, "_builds", {})
     problem, device = make(), device_of(capability)
     (name, reason), *others = refusals(problem.traits, device)
     assert name == "narrow" and all(other is None for _, other in others)
