@@ -58,8 +58,7 @@ __device__ __forceinline__ void score(const SharedQueries& queries, const Keys& 
 
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const SharedTiles& shared,
                                                  long long n_begin, const Place& place, Scores& scores) {
-    const TileKeys& keys = shared.keys;
-    const bool at_edge = n_begin < max(keys.any.begin, keys.all.begin) || n_begin + kBlockN > keys.all.end;
+    const bool at_edge = n_begin < shared.keys.all.begin || n_begin + kBlockN > shared.keys.all.end;
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -167,7 +166,12 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
+    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) {
+        // Warps begin in front of the first key, and end nowhere if there is none. What is known here costs no turn.
+        TileKeys& keys = shared.keys;
+        keys.all.begin = max(keys.any.begin, keys.all.begin);
+        if (keys.any.begin >= keys.any.end) keys.any.end = 0;
+    }
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
@@ -187,14 +191,13 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Output o = {};
     // Which warp has a key depends on the key alone, so that a row is summed up alike wherever its block begins.
     long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share - kTeam) * kBlockN;
-    const long long end = seen.begin < seen.end ? seen.end : 0;
     int turn = 0;
     // One turn more than there are steps: the first one only sends for keys.
     bool is_step = unknown(0) != 0;  // else the compiler would write out that turn
 #pragma unroll 1
     while (true) {
         const long long next = n_begin + kTeam * kBlockN;
-        const bool has_next = next < end;
+        const bool has_next = next < seen.end;
         Scores scores = {};
         RowValues correction;
         Weights weights;

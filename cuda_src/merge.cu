@@ -1,13 +1,15 @@
 // Merges partial results of attention over disjoint keys: those of a call whose keys were split over blocks, and those
 // that callers give to merge_attention_states.
 //
-// Grid: one group of lanes per row, a row being the features of one query of one head. The lanes first share the parts
-// among each other to sum up the exponentials of their lse, then walk all parts in index order, each lane with some of
-// the features and, for all of them, with the weight of one part in kLanesPerRow. A part with an lse of -inf has seen
-// no key and does not count: its memory may hold anything. Partial results of our own come with their sums, not an lse.
+// Grid: one group of lanes per row, a row being the features of one query of one head; of many parts, a team of such
+// groups in as many warps, which take eight parts each by turns. The lanes first share the parts among each other to
+// sum up the exponentials of their lse, then walk their warp's in index order, each lane with some of the features and,
+// for all of them, with the weight of one part. A part with an lse of -inf has seen no key and does not count: its
+// memory may hold anything, and if it is one of the last, a row has the same bits without it. Partial results of our
+// own come with their sums, not an lse.
 //
 // Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
-// before anything is summed up.
+// before anything is summed up, and a team has all of a row's parts on their way at once.
 
 #include "common/params.cuh"
 #include "common/store.cuh"
@@ -17,7 +19,9 @@ namespace cuflash {
 constexpr int kVector = 16 / sizeof(Element);
 constexpr int kLanesPerRow = kHeadDimV < 32 * kVector ? kHeadDimV / kVector : 32;
 constexpr int kVectors = kHeadDimV / (kLanesPerRow * kVector);  // of each lane
-constexpr int kPartsAtOnce = kVectors >= 8 ? 1 : 8 / kVectors < kLanesPerRow ? 8 / kVectors : kLanesPerRow;
+constexpr int kPartsPerTurn = 8;
+constexpr int kWeights = kLanesPerRow < kPartsPerTurn ? kLanesPerRow : kPartsPerTurn;  // of parts, one to a lane
+constexpr int kPartsAtOnce = kVectors >= 8 ? 1 : 8 / kVectors < kWeights ? 8 / kVectors : kWeights;
 
 static_assert((kHeadDimV & (kHeadDimV - 1)) == 0 && kHeadDimV >= 16, "lanes of a row are a power of two");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
@@ -51,7 +55,13 @@ struct MergeParams {
     Divisor shape[kRowAxes];
     long long num_rows;  // product of shape
     long long num_parts;
+    long long warps_per_row;  // a power of two, at most the warps of a block
     long long head_dim_v;
+};
+
+// What the other warps of a team hand on to its first one.
+struct TeamValues {
+    Accumulator of[kVectors][kVector][kThreads];
 };
 
 struct RowPlace {
@@ -151,41 +161,83 @@ __device__ __forceinline__ Accumulator weight_of(const MergeParams& params, cons
     return sum.largest == -infinity() ? -1 : share_of(sum, total);
 }
 
-__device__ __forceinline__ void merge_rows(const MergeParams& params) {
+// values += those of a warp's parts, weighted; and the sum over all parts of the row. `member`: the warp's number in
+// its team.
+__device__ __forceinline__ ExponentialSum add_parts(const MergeParams& params, const RowPlace& place, int member,
+                                                    int first_column, Accumulator (&values)[kVectors][kVector]) {
     const int lane = threadIdx.x % kLanesPerRow, first_lane = threadIdx.x % 32 - lane;
-    const long long row = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / kLanesPerRow;
+    const long long begin = member * kPartsPerTurn;
+    long long first = begin;
+    ExponentialSum total;
+    Accumulator weight = 0;  // of the part whose number among kWeights parts is the lane's
+#pragma unroll 1
+    do {
+        const Features features = load_parts(params, place, first, first_column);
+        if (first == begin) total = sum_parts(params, place, lane);  // right either way: the sum stays the same
+        const int part = static_cast<int>(first % kWeights);
+        if (part == 0) weight = weight_of(params, place, first + lane % kWeights, total);
+#pragma unroll
+        for (int i = 0; i < kPartsAtOnce; ++i) {
+            const Accumulator of_part = __shfl_sync(0xffffffffu, weight, first_lane + part + i);
+            const bool counts = !(of_part < 0);
+#pragma unroll
+            for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+                for (int e = 0; e < kVector; ++e) {
+                    const Accumulator feature = widen<kDtype>(features.of[i][v].values[e]);
+                    const Accumulator merged = multiply_add_subnormal(of_part, feature, values[v][e]);
+                    values[v][e] = counts ? merged : values[v][e];
+                }
+            }
+        }
+        first += kPartsAtOnce;
+        if (first % kPartsPerTurn == 0) first += (params.warps_per_row - 1) * kPartsPerTurn;
+    } while (first < params.num_parts);  // right either way: parts behind the last count nothing
+    return total;
+}
+
+// Adds the values of a team's other warps to those of its first one, in their order. Called by the whole block.
+__device__ __forceinline__ void merge_team(const MergeParams& params, TeamValues& shared, int member,
+                                           Accumulator (&values)[kVectors][kVector]) {
+    __syncthreads();  // nobody reads the last ones any more
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+        for (int e = 0; e < kVector; ++e) shared.of[v][e][threadIdx.x] = values[v][e];
+    }
+    __syncthreads();
+    if (member != 0) return;
+#pragma unroll 1
+    for (int other = 1; other < params.warps_per_row; ++other) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+            for (int e = 0; e < kVector; ++e)
+                values[v][e] =
+                    multiply_add_subnormal(Accumulator(1), shared.of[v][e][threadIdx.x + other * 32], values[v][e]);
+        }
+    }
+}
+
+__device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues& shared) {
+    const int lane = threadIdx.x % kLanesPerRow, warp = threadIdx.x / 32;
+    const int warps_per_row = static_cast<int>(params.warps_per_row), member = warp % warps_per_row;
+    const int teams_per_block = kThreads / 32 / warps_per_row;
+    const long long team = static_cast<long long>(blockIdx.x) * teams_per_block + warp / warps_per_row;
+    const long long row = team * (32 / kLanesPerRow) + threadIdx.x % 32 / kLanesPerRow;
     // Lanes behind the last row stand at one of the first ones, as all of a warp shuffle.
     const RowPlace place = row_place(params, row);
+    const bool stores = member == 0 && row < params.num_rows;
     ExponentialSum total;
-    Accumulator weight = 0;  // of the part whose number among kLanesPerRow parts is the lane's
-    int column = 0;          // the first one of all lanes
+    int column = 0;  // the first one of all lanes
 #pragma unroll 1
     do {
         const int first_column = column + lane * kVector;
         Accumulator values[kVectors][kVector] = {};
-        // right either way: parts behind the last count nothing
-#pragma unroll 1
-        for (long long first = 0; first < params.num_parts; first += kPartsAtOnce) {
-            const Features features = load_parts(params, place, first, first_column);
-            if (first == 0) total = sum_parts(params, place, lane);  // right either way: the sum stays the same
-            const int part = static_cast<int>(first % kLanesPerRow);
-            if (part == 0) weight = weight_of(params, place, first + lane, total);
-#pragma unroll
-            for (int i = 0; i < kPartsAtOnce; ++i) {
-                const Accumulator of_part = __shfl_sync(0xffffffffu, weight, first_lane + part + i);
-                const bool counts = !(of_part < 0);
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-                    for (int e = 0; e < kVector; ++e) {
-                        const Accumulator feature = widen<kDtype>(features.of[i][v].values[e]);
-                        const Accumulator merged = multiply_add_subnormal(of_part, feature, values[v][e]);
-                        values[v][e] = counts ? merged : values[v][e];
-                    }
-                }
-            }
-        }
-        if (row < params.num_rows) {
+        total = add_parts(params, place, member, first_column, values);
+        // right either way: there are no others
+        if (warps_per_row > 1) merge_team(params, shared, member, values);
+        if (stores) {
             char* out = params.out + place.offset(params.out_strides);
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
@@ -194,7 +246,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params) {
         }
         column += kHeadDimV;
     } while (column < params.head_dim_v);  // right either way: nothing is stored behind the last feature
-    if (row < params.num_rows && lane == 0 && params.lse) {
+    if (stores && lane == 0 && params.lse) {
         const char* first = params.lses[0] + place.offset(params.lses_strides[0]);
         const Accumulator offset =
             params.lses_column_stride == 0 ? 0 : load_bits<Accumulator>(first + 2 * params.lses_column_stride);
@@ -206,5 +258,6 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params) {
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
     cuflash_merge(const __grid_constant__ cuflash::MergeParams params) {
-    cuflash::merge_rows(params);
+    extern __shared__ __align__(16) char shared_memory[];
+    cuflash::merge_rows(params, *reinterpret_cast<cuflash::TeamValues*>(shared_memory));
 }

@@ -20,7 +20,7 @@ constexpr int kVectorsK = kHeadDim / (32 * kPair), kVectorsV = kHeadDimV / (64 *
 constexpr int kRun = 4;                                                                   // neighbouring keys of a lane
 constexpr int kColumns = kKeySteps * kRun;                                                // keys of a lane
 // Whether the next values are on their way with the next keys. Else one follows the other, in the same registers.
-constexpr bool kBothAhead = kVectorsV * 32 + kBlockN * (kVectorsK + 2 * kVectorsV) / 2 <= 160;
+constexpr bool kBothAhead = kVectorsV * 32 + kBlockN * (kVectorsK + 2 * kVectorsV) / 2 < 160;
 
 static_assert(kBlockM == 16, "a warp has all rows");
 static_assert(kBlockN % 16 == 0, "tensor cores multiply weights of 16 keys");

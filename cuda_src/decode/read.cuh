@@ -23,8 +23,7 @@ struct LoadedQueries {
             const int feature = (threadIdx.x / 32 + i * kWarps) * 32 + place.quarter * 8;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
-                rows[i][r] =
-                    addresses[r] && feature < params.head_dim ? load_once(addresses[r] + feature * 2) : Words{};
+                rows[i][r] = load_once_if(addresses[r] && feature < params.head_dim, addresses[r] + feature * 2);
         }
     }
     __device__ __forceinline__ void store(SharedQueries& q, const Place& place) const {
@@ -56,8 +55,9 @@ struct Reader {
             const char* row = row_of(tile.k, params.k_strides, n_begin, place.key_k(j));
 #pragma unroll
             for (int c = 0; c < kVectorsK; ++c) {
-                const bool is_there = (kPair == 1 && c < kVectorsK - 2) || place.feature_k(c) < params.head_dim;
-                k[j][c] = is_there ? load_once(row + place.feature_k(c) * 2) : Words{};
+                const char* address = row + place.feature_k(c) * 2;
+                if (kPair == 1 && c < kVectorsK - 2) k[j][c] = load_once(address);
+                else k[j][c] = load_once_if(place.feature_k(c) < params.head_dim, address);
             }
         }
     }

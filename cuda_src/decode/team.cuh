@@ -24,7 +24,9 @@ using PairScores = HalfScores[kPair > 1 ? kTeam : 1];
 // Adds the scores of the other half of the features. Called by both warps of a pair.
 __device__ __forceinline__ void add_other_half(PairScores& pairs, int turn, const Place& place, Scores& scores) {
     auto& halves = pairs[place.share].halves[turn];
-    memcpy(&halves[place.half][place.lane], &scores, sizeof(Scores));
+    Scores& own = halves[place.half][place.lane];
+#pragma unroll
+    for (int j = 0; j < kKeyTiles; ++j) memcpy(own[j], scores[j], sizeof(own[j]));
     barrier_wait(1 + place.share, 32 * kPair);
     const Scores& others = halves[kPair - 1 - place.half][place.lane];
 #pragma unroll

@@ -16,6 +16,24 @@ __device__ __forceinline__ Words load_once(const char* address) {
     return loaded;
 }
 
+// The same, or zeros. No branch: what is loaded next is sent for at once.
+__device__ __forceinline__ Words load_once_if(bool is_there, const char* address) {
+    Words loaded;
+    asm volatile(
+        "{\n"
+        ".reg .pred is_there;\n"
+        "setp.ne.b32 is_there, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@is_there ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+        "}\n"
+        : "=&r"(loaded.at[0]), "=&r"(loaded.at[1]), "=&r"(loaded.at[2]), "=&r"(loaded.at[3])
+        : "l"(address), "r"(static_cast<int>(is_there)));
+    return loaded;
+}
+
 // The lower halves of two words, or the upper ones, that of the first one below.
 __device__ __forceinline__ unsigned int lower_halves(unsigned int first, unsigned int second) {
     unsigned int halves;

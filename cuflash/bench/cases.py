@@ -145,7 +145,8 @@ class Case(NamedTuple):
 
 def alibi_slopes(heads: int) -> np.ndarray:
     """Slopes of Press, Smith and Lewis (2022) for a power of two of heads: 2^(-8/heads), its square, and so on."""
-    return np.exp2(np.arange(1, heads + 1, dtype=np.float32) * np.float32(-8 / heads))
+    slopes: np.ndarray = np.exp2(np.arange(1, heads + 1, dtype=np.float32) * np.float32(-8 / heads))
+    return slopes
 
 
 def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | None) -> int:
@@ -218,9 +219,11 @@ def _options() -> list[Case]:
 
 def _decode() -> list[Case]:
     """One new token against a cache: the time goes into reading it."""
+    caches = (1, 8192), (1, 131072), (16, 8192), (64, 8192), (8, 65536)
     return [
-        Case("decode", "bfloat16", batch, 32, kv_heads, 1, seqlen_k, 128, 128, causal=True)
-        for batch, kv_heads, seqlen_k in ((1, 8, 8192), (1, 8, 131072), (16, 8, 8192), (16, 32, 8192))
+        Case("decode", "bfloat16", batch, heads, kv_heads, 1, seqlen_k, 128, 128, causal=True)
+        for batch, seqlen_k in caches
+        for heads, kv_heads in ((32, 32), (32, 8), (64, 1))
     ]
 
 

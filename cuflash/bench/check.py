@@ -59,7 +59,8 @@ class Verdict(NamedTuple):
 
 def to_host(x: Any) -> np.ndarray:
     """Return a NumPy array of the same content."""
-    return x.get() if hasattr(x, "get") else x
+    on_host: np.ndarray = x.get() if hasattr(x, "get") else x
+    return on_host
 
 
 def check(exact: Exact, results: Mapping[str, Any], xp: Any) -> Verdict:

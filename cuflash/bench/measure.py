@@ -12,7 +12,8 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from ..explain import Explanation, explain, warmup
+from ..explain import explain, warmup
+from ..explanation import Explanation
 from ..options import options
 from ..plan.table import CPU_KERNEL
 from ..settings import settings

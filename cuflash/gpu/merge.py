@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ..plan.axes import BATCH_AXES, merge_axes
 from ..plan.build import Program
+from ..plan.tiles import WARP
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Operand
 from .arguments import DIVISOR, Fields, divisor, packer
@@ -16,7 +17,9 @@ from .arguments import DIVISOR, Fields, divisor, packer
 ROW_AXES = BATCH_AXES + 2
 MAX_PARTS = 16
 """Arrays of their own that one launch merges; parts stacked in one array may be any number."""
-NUM_THREADS = 128
+NUM_THREADS = 256
+PARTS_PER_TURN = 8
+"""Of a row, that a warp takes; of more, other warps of the block take the next ones at the same time."""
 MAX_WIDTH = 512
 """Features that a row's lanes hold at a time."""
 
@@ -42,6 +45,7 @@ def fields(stacked: bool) -> Fields:
         ("shape", DIVISOR * ROW_AXES),
         ("num_rows", "q"),
         ("num_parts", "q"),
+        ("warps_per_row", "q"),
         ("head_dim_v", "q"),
     )
 
@@ -113,6 +117,9 @@ def plan_merge(
     shape = (1,) * padding + tuple(length for _, length in inner)
     program = _program(width, outs, lses, out, lse, part_strides)
     outs_part_stride, lses_part_stride = part_strides or (0, 0)
+    warps_per_row = 1
+    while warps_per_row * PARTS_PER_TURN < num_parts and warps_per_row * WARP < NUM_THREADS:
+        warps_per_row *= 2
     packed = _PACK_VALUES[stacked](
         outs_strides=every(outs),
         lses_strides=every(lses),
@@ -127,6 +134,7 @@ def plan_merge(
         shape=[x for length in shape for x in divisor(length)],
         num_rows=prod(shape),
         num_parts=num_parts,
+        warps_per_row=warps_per_row,
         head_dim_v=width,
     )
     pieces = []
@@ -139,7 +147,7 @@ def plan_merge(
     macros = dict(program.macros)
     vector = 16 // ITEMSIZE[outs[0].dtype]
     lanes = min(32, int(macros["HEAD_DIM_V"]) // vector)
-    return Merge(program, -(-prod(shape) * lanes // NUM_THREADS), stacked, tuple(pieces))
+    return Merge(program, -(-prod(shape) * lanes * warps_per_row // NUM_THREADS), stacked, tuple(pieces))
 
 
 def _program(
@@ -162,7 +170,10 @@ def _program(
         ("STACKED", int(part_strides is not None)),
         ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
     )
-    return Program("merge", macros, 0)
+    # What warps hand on to the first one of those that share a row.
+    accumulator = max(ITEMSIZE[dtype], 4)
+    shared_memory = NUM_THREADS * max(bucket // WARP, 16 // ITEMSIZE[dtype]) * accumulator
+    return Program("merge", macros, shared_memory)
 
 
 def _alignment(

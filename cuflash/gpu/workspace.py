@@ -66,7 +66,7 @@ def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:
     """Merge parts, given their addresses, on the current stream of the current device."""
     for packed in merge.arguments(outs, lses, out, lse):
-        start(function, (merge.num_blocks,), (NUM_THREADS,), 0, packed)
+        start(function, (merge.num_blocks,), (NUM_THREADS,), merge.program.shared_memory, packed)
 
 
 class Result:

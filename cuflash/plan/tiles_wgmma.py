@@ -53,19 +53,19 @@ _WGMMA_TILES = (
 )  # fmt: skip
 
 COST = Cost(
-    product=7.83e-08,
-    weight=4.84e-05,
-    load=2.37e-06,
-    tile=0.0359,
-    latency=0.339,
-    latency_load=2.17e-05,
+    product=6.05e-08,
+    weight=5.58e-05,
+    load=2.3e-06,
+    tile=0.0311,
+    latency=0.38,
+    latency_load=2.09e-05,
     copy=0,
     exposed_copy=0,
-    block=6.1,
-    block_load=0.0188,
-    merge=4.14,
-    merge_split=0.0674,
-    merge_byte=1.82e-07,
+    block=5.74,
+    block_load=0.0235,
+    merge=4.67,
+    merge_split=0.0142,
+    merge_byte=2.31e-07,
     stream=4.82e-07,
 )
 

@@ -144,6 +144,15 @@ def _merge(width: int, emulator: Emulator) -> None:
         )
 
 
+def _merge_many(width: int, emulator: Emulator) -> None:
+    """More parts than a warp takes at a time, and rows that do not fill the last block."""
+    num_parts, rows = 21, 5
+    outs = np.broadcast_to(np.arange(num_parts, dtype=np.float32)[:, np.newaxis, np.newaxis], (num_parts, rows, width))
+    out, lse = merge(outs.copy(), np.zeros((num_parts, rows), np.float32), emulator.sources)
+    np.testing.assert_allclose(out, (num_parts - 1) / 2, rtol=1e-6)
+    np.testing.assert_allclose(lse, np.log(num_parts), rtol=1e-6)
+
+
 def _alibi_far_away(num_splits: int, emulator: Emulator) -> None:
     """Behind all keys and in front of them, where distances from the position itself would be all alike."""
     emulator.num_splits = num_splits
@@ -382,6 +391,8 @@ CALLS: dict[str, Call] = {
     "merge-odd": partial(_merge, 17),
     "merge-narrow": partial(_merge, 132),
     "merge-wide": partial(_merge, 600),
+    "merge-many": partial(_merge_many, 132),
+    "merge-many-wide": partial(_merge_many, 600),
     **{f"malformed-{name}": lambda emulator, v=values: malformed(emulator, v) for name, values in MALFORMED.items()},
     "appended_rows": _appended_rows,
     "malformed-cache": lambda emulator: malformed_cache(emulator, (-5, 2**63 - 1, 39), None),

@@ -365,7 +365,7 @@ class Emulator:
         kernel = compile_kernel(merge.program, self.sources)
         results = [found for found in ranges if found[3]] + [(*half, False) for half in halves]
         for packed in merge.arguments([begin], [between], *pointers[3:5]):
-            kernel.launch(merge.num_blocks, NUM_THREADS, 0, packed, results, self.seed)
+            kernel.launch(merge.num_blocks, NUM_THREADS, merge.program.shared_memory, packed, results, self.seed)
         return out if lse is None else lse if out is None else (out, lse)
 
 
@@ -410,5 +410,6 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
         kernel = compile_kernel(merge.program, sources)
         for packed in merge.arguments(*step[1:]):
             usable = [*ranges, (at, at + size, "scratch memory", True)] if size else ranges
-            kernel.launch(merge.num_blocks, NUM_THREADS, 0, packed, [r for r in usable if r[0] < r[1]])
+            shared_memory = merge.program.shared_memory
+            kernel.launch(merge.num_blocks, NUM_THREADS, shared_memory, packed, [r for r in usable if r[0] < r[1]])
     return out, lse

@@ -29,7 +29,7 @@ from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from cuflash.problem.describe_cache import describe_kv_cache
-from cuflash.problem.problem import Problem
+from cuflash.problem.problem import Operand, Problem
 from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
@@ -302,7 +302,9 @@ def test_struct_layout_of_merge(stacked: bool) -> None:
     assert offset <= 4096, "more than every driver takes"
     for macro, value in (("kMaxParts", 1 if stacked else merge.MAX_PARTS), ("kThreads", merge.NUM_THREADS)):
         checks.append(f'static_assert(cuflash::{macro} == {value}, "{macro}");')
-    program = Program("merge", (("STACKED", int(stacked)),), 0)
+    rows = Operand("float32", (0, 4), 4), Operand("float32", (0,), 4)
+    program = merge.plan_merge((3,), 128, [rows[0]], [rows[1]], *rows, 2, (4, 4) if stacked else None).program
+    checks.append(f"static_assert(sizeof(cuflash::TeamValues) == {program.shared_memory});")
     compile_offline(program, "sm_90", "\n".join([*checks, ""]))
 
 

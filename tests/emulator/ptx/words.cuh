@@ -8,6 +8,7 @@ struct alignas(16) Words {
 };
 
 inline Words load_once(const char* address) { return *reinterpret_cast<const Words*>(address); }
+inline Words load_once_if(bool is_there, const char* address) { return is_there ? load_once(address) : Words{}; }
 
 inline unsigned int lower_halves(unsigned int first, unsigned int second) { return (first & 0xffffu) | second << 16; }
 inline unsigned int upper_halves(unsigned int first, unsigned int second) {
