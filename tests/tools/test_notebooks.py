@@ -23,11 +23,14 @@ MACHINE_DEPENDENT = "machine-dependent"
 
 
 def execute(path: Path, folder: Path) -> Any:
-    """Run a notebook with NumPy, as if on a machine without a GPU, and return it with its outputs."""
+    """Run a notebook with NumPy, as if on a machine without a GPU, and return it with its outputs.
+
+    Modules beside the notebook are found, as they are in Jupyter, also where the folder is another one.
+    """
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(notebook, timeout=300, resources=resources, record_timing=False)
-    python_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    python_path = os.pathsep.join(filter(None, [str(ROOT), str(path.parent), os.environ.get("PYTHONPATH")]))
     return client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path})
 
 
