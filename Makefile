@@ -22,17 +22,20 @@ ifneq ($(VENV),)
 python := $(VENV)/bin/python
 test_ready := $(VENV)/.test-$(or $(CUDA),$(test_cuda))
 demo_ready := $(VENV)/.demo-$(or $(CUDA),$(demo_cuda))
+docs_ready := $(VENV)/.docs-none
 else
 python := $(PYTHON)
 endif
 run := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(python)
 
-.PHONY: help demo test lint notebooks wheel clean
+.PHONY: help demo test test-oldest lint docs docs-links notebooks wheel clean
 
 help:
 	@echo 'make demo        classify handwritten digits by attention, on the GPU if there is one, else with NumPy'
 	@echo 'make test        all tests (those that need a GPU are skipped without one)'
+	@echo 'make test-oldest tests with the least versions that setup.cfg names, in .venv-oldest, without a GPU'
 	@echo 'make lint        ruff, clang-format and mypy'
+	@echo 'make docs        the documentation as a site, in build/docs (make docs-links: links to others, too)'
 	@echo 'make notebooks   run the notebooks with NumPy and store their outputs'
 	@echo 'make wheel       sdist and wheel in dist/'
 	@echo 'make clean       remove the environment and everything that was built'
@@ -48,6 +51,13 @@ demo: $(demo_ready)
 test: $(test_ready)
 	$(run) -m pytest -n $(WORKERS) $(ARGS)
 
+# Without CuPy, which asks for a newer NumPy.
+test-oldest:
+	mkdir -p .venv-oldest
+	sed -n 's/^ *\([A-Za-z_-]*\)>=\([0-9.]*\)$$/\1==\2/p' setup.cfg > .venv-oldest/constraints.txt
+	PIP_CONSTRAINT=$(CURDIR)/.venv-oldest/constraints.txt $(MAKE) test VENV=.venv-oldest CUDA=none \
+	    ARGS='$(or $(ARGS),tests/problem tests/cpu tests/tools)'
+
 lint: $(test_ready)
 	$(run) -m ruff check .
 	$(run) -m ruff format --check .
@@ -55,6 +65,12 @@ lint: $(test_ready)
 	    cuda_src/*.cu cuda_src/*/*.cuh tests/emulator/*.h tests/emulator/*.cpp tests/emulator/ptx/*.cuh \
 	    tests/emulator/hip/*.h tests/emulator/hip/ptx/*.cuh
 	$(run) -m mypy
+
+docs: $(docs_ready)
+	$(run) -m sphinx -W --keep-going -b html docs build/docs
+
+docs-links: $(docs_ready)
+	$(run) -m sphinx -b linkcheck docs build/docs-links
 
 notebooks: $(test_ready)
 	$(run) tests/tools/test_notebooks.py
@@ -66,6 +82,9 @@ ifneq ($(VENV),)
 # Each stamp names what was installed, so that a second run starts at once.
 $(VENV)/.demo-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,examples)
+
+$(VENV)/.docs-%: setup.cfg pyproject.toml | $(VENV)/bin/python
+	$(call install,docs)
 
 $(VENV)/.test-%: setup.cfg pyproject.toml | $(VENV)/bin/python
 	$(call install,test)
@@ -90,5 +109,5 @@ $(VENV)/bin/python:
 endif
 
 clean:
-	rm -rf .venv build dist *.egg-info digits.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-oldest build dist *.egg-info digits.png .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

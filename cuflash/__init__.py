@@ -5,7 +5,7 @@ The N x N matrix of scores is never stored. See `attention`; `python -m cuflash 
 
 from __future__ import annotations
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from . import reference
 from .cache import KVCache

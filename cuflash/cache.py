@@ -388,7 +388,8 @@ class KVCache:
             shape = inspect("k_new", k_new).shape
             expected = f"({batch}, {self._num_heads}, new keys, {self._head_dim})"
             raise ValueError(f"k_new has shape {shape}, expected {expected}")
-        return shape[2]
+        num_new: int = shape[2]
+        return num_new
 
     def _check_room(self, got: str, num_new: int, numbers: Numbers) -> None:
         for slot in numbers:
@@ -519,7 +520,7 @@ def _slice(numbers: Numbers) -> slice:
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:
     try:
-        found = None if dtype is None else np.dtype(dtype)
+        found: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
     except (TypeError, ValueError):
         found = None
     if found is None or DTYPE_NAMES.get(found) not in FLOAT_NAMES:

@@ -23,7 +23,7 @@ _IMMUTABLE = frozenset(
 
 
 def find(
-    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
+    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
 ) -> tuple[Any, Launch | HostCall | None, Any]:
     """Look up an earlier call of the same form.
 

@@ -12,11 +12,11 @@ import ml_dtypes
 import numpy as np
 
 from . import reference
-from .cupy_cache import cache_folder, import_cupy
+from .cupy_cache import cache_folder, import_cupy, why_nothing_is_kept
 from .dense import attention
 from .gated import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from .gpu.compile import source_digest
-from .gpu.installed import driver_installed
+from .gpu.installed import driver_installed, why_no_gpu, why_not_compiled, why_slower
 from .kv_cache import attention_with_kv_cache
 from .options import options
 from .plan.gated import GATED_KERNELS
@@ -26,7 +26,6 @@ from .settings import KNOBS, num_threads, read, settings, unknown
 
 LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}
 """Of a healthy back end, relative, by dtype."""
-_INSTALL = "pip install 'cuflash[cuda13]'"
 
 
 class _Gpus(NamedTuple):
@@ -34,10 +33,12 @@ class _Gpus(NamedTuple):
 
     lines: list[str]
     """For the report."""
-    names: list[str]
-    """Those that can be used."""
+    names: dict[int, str]
+    """Those that can be used, by device."""
     missing: str
     """Why none can, and what to do about it; empty if one can."""
+    faults: list[str]
+    """What is wrong though some can, and what to do about it."""
 
 
 def show_config() -> None:
@@ -75,7 +76,7 @@ def _backends(gpus: _Gpus) -> list[tuple[str, Any, AbstractContextManager[Any]]]
     if gpus.names:
         import cupy
 
-        for number in range(len(gpus.names)):
+        for number in gpus.names:
             name = "GPU" if len(gpus.names) == 1 else f"GPU {number}"
             found.append((name, cupy, cupy.cuda.Device(number)))
     return found
@@ -137,9 +138,10 @@ def _verdict(gpus: _Gpus, failed: list[str]) -> str:
         num_checks = len(_OPERATIONS) * len(FLOAT_NAMES) * (1 + len(gpus.names))
         return f"not ready, {len(failed)} of {num_checks} checks failed ({', '.join(failed)}); report all of the above"
     if gpus.names:
-        verdict = f"ready, on {' and '.join(gpus.names)}, and for NumPy arrays on the CPU"
+        verdict = f"ready, on {' and '.join(gpus.names.values())}, and for NumPy arrays on the CPU"
     else:
         verdict = f"ready for NumPy arrays only: {gpus.missing}"
+    verdict += "".join(f"; but {fault}" for fault in gpus.faults)
     chosen = settings()
     for variable, value in (("CUFLASH_KERNEL", chosen.kernel), ("CUFLASH_TILE", chosen.tile)):
         if value:
@@ -167,26 +169,44 @@ def _show_config(gpus: _Gpus) -> None:
 
 
 def _look_for_gpus() -> _Gpus:
-    if not driver_installed():
-        missing = f"no CUDA driver; for a GPU, install NVIDIA's driver and {_INSTALL}"
-        return _Gpus(["no CUDA driver: NumPy arrays only"], [], missing)
-    try:
-        cupy = import_cupy()
-        from cupy.cuda import nvrtc
-    except Exception as error:  # of one that does not match the machine, of many kinds; this report must still print
-        missing = f"CUDA driver found, but CuPy cannot be imported ({error}): {_INSTALL}"
-        return _Gpus([missing], [], missing)
-    lines = [f"cupy {cupy.__version__}, NVRTC {'.'.join(map(str, nvrtc.getVersion()))}, kernel cache {cache_folder()}"]
-    if not cupy.cuda.is_available():
-        missing = "CuPy finds no usable GPU; see nvidia-smi, and what CUDA_VISIBLE_DEVICES hides"
-        return _Gpus([*lines, "no usable GPU"], [], missing)
-    names = []
+    missing = why_no_gpu()
+    cupy, lines = _look_for_cupy()
+    if missing:
+        return _Gpus([*lines, missing], {}, missing, [])
+    names, unusable, faults = {}, [], []
     for number in range(cupy.cuda.runtime.getDeviceCount()):
         properties = cupy.cuda.runtime.getDeviceProperties(number)
-        names.append(f"GPU {number} ({properties['name'].decode()})")
+        name = f"GPU {number} ({properties['name'].decode()})"
+        capability = 10 * properties["major"] + properties["minor"]
         lines.append(
             f"GPU {number}: {properties['name'].decode()}, "
             f"compute capability {properties['major']}.{properties['minor']}, "
             f"{properties['multiProcessorCount']} multiprocessors, {properties['totalGlobalMem'] >> 30} GiB"
         )
-    return _Gpus(lines, names, "")
+        fault = why_not_compiled(capability)
+        if fault:
+            unusable.append(f"{name} cannot be used: {fault}")
+        else:
+            names[number] = name
+            slower = why_slower(capability)
+            faults += [f"{name} could be faster: {slower}"] if slower else []
+    if not names:
+        return _Gpus([*lines, *unusable], {}, "; ".join(unusable), [])
+    nothing_kept = why_nothing_is_kept()
+    faults += [*unusable, nothing_kept] if nothing_kept else unusable
+    return _Gpus([*lines, *faults], names, "", faults)
+
+
+def _look_for_cupy() -> tuple[Any, list[str]]:
+    """CuPy, if it can be imported, and a line on it."""
+    if not driver_installed():
+        return None, []
+    try:
+        cupy = import_cupy()
+    except Exception:  # the reason is found once more, as a sentence
+        return None, []
+    try:
+        compiler = f"NVRTC {'.'.join(map(str, cupy.cuda.nvrtc.getVersion()))}"
+    except Exception:  # whatever the search for its library raises
+        compiler = "no NVRTC"
+    return cupy, [f"cupy {cupy.__version__}, {compiler}, kernel cache {cache_folder()}"]

@@ -27,6 +27,7 @@ class Explanation:
     plan: Plan | GatedPlan | None
     """Everything that the launch needs; None for the NumPy back end."""
     num_blocks: int
+    """Of the launch; 0 for the NumPy back end."""
     num_threads: int
     """Threads of a block, or of the NumPy back end."""
     shared_memory: int

@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any, overload
 
 from .cpu.merge import merge_on_host
 from .gpu.merge_states import merge_on_gpu
+from .log import DEBUG, is_enabled, log_call
+from .plan.table import CPU_KERNEL
 from .problem.arrays import HOST
 from .problem.parts import describe_parts
+from .settings import settings
 
 if TYPE_CHECKING:
     from .problem.signatures import AnyArray, NumpyArray, Pair
@@ -95,4 +98,9 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
     True
     """
     parts = describe_parts(outs, lses)
-    return merge_on_host(parts) if parts.outs[0].device == HOST else merge_on_gpu(parts)
+    first, on_host = parts.outs[0], parts.outs[0].device == HOST
+    if settings().log or is_enabled(DEBUG):
+        shapes = {"outs": first.shape, "lses": first.shape[:-1]}
+        problem = f"merge_attention_states {first.dtype}, {parts.num_parts} parts"
+        log_call(problem, CPU_KERNEL if on_host else "merge", shapes)
+    return merge_on_host(parts) if on_host else merge_on_gpu(parts)

@@ -53,7 +53,9 @@ class options:
     tile : str, optional
         Tile of that kernel, such as `"64x64"`; `""` for the automatic choice.
     log : bool, optional
-        Print one line per call on stderr: what is computed, and by which kernel and tile.
+        Print one line per call on stderr: what is computed, and by which kernel and tile. Python's logger ``cuflash``
+        has more, for the whole process: at level INFO the plan of every new problem and the kernels that are compiled,
+        at level DEBUG every call with the shapes of its arrays.
 
     Raises
     ------

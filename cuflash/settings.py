@@ -24,7 +24,8 @@ KNOBS = (
          "needs one; use 'lazy' in programs that fork, and in ranks that choose their GPU after the import"),
     Knob("CUFLASH_KERNEL", "", "name of the kernel to use; a call that it cannot serve raises (options(kernel=...))"),
     Knob("CUFLASH_TILE", "", "tile to use, such as 64x64; a call that it cannot serve raises (options(tile=...))"),
-    Knob("CUFLASH_LOG", "0", "1: print one line per call, what was computed and by which kernel (options(log=True))"),
+    Knob("CUFLASH_LOG", "0", "1: print one line per call, what was computed and by which kernel (options(log=True)); "
+         "the logger cuflash of Python's logging says more"),
     Knob("CUFLASH_DUMP", "", "folder into which every generated kernel source is written"),
     Knob("CUFLASH_NUM_THREADS", "", "threads of the NumPy back end; default: the usable cores"),
 )  # fmt: skip

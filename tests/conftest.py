@@ -120,7 +120,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for kernel in kernel_names()[:-1]:
             if kernel in name:
                 seconds[kernel] += duration
-    taken = ", ".join(f"{name} {time:.0f}" for name, time in sorted(seconds.items()) if time >= 10)
+    taken = ", ".join(f"{name} {time:.0f}" for name, time in sorted(seconds.items()) if time >= 1)
     if taken:
         terminalreporter.write_line(f"seconds by folder, and of tests named for a kernel: {taken}")
 

@@ -268,7 +268,8 @@ def _overflowed(block: Block, problem: Problem, result: Softmax) -> Array | None
     if beyond is not None:
         bad |= beyond
     if bad.any() or ((total == 0).any() and _may_overflow(block, problem)):
-        return bad | (total == 0)
+        overflowed: Array = bad | (total == 0)
+        return overflowed
     return None
 
 

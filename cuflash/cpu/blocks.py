@@ -85,14 +85,16 @@ class Block(NamedTuple):
     @property
     def position(self) -> int:
         """Key position of the first row."""
-        return self.part.rows.start + self.sequence.offset
+        first: int = self.part.rows.start
+        return first + self.sequence.offset
 
     @property
     def distance(self) -> int:
         """Of the rows to the keys, at least."""
         _, _, rows, keys, *_ = self.part
         last = self.position + rows.stop - rows.start - 1
-        return max(0, self.position - (keys.stop - 1), keys.start - last)
+        distance: int = max(0, self.position - (keys.stop - 1), keys.start - last)
+        return distance
 
     def of_heads(self, x: Array) -> Array:
         """Part of an array (*lead, group)."""

@@ -116,14 +116,15 @@ def cumulated(log_g: Array) -> tuple[Array, Array]:
 
 def decays_of(high: Array, low: Array | None, resets: Array | None = None) -> Array:
     """Return exp(c_i - c_j) for j <= i, else 0, of cumulated gates c; 0 if more resets lie before i than before j."""
-    lost = high[..., :, np.newaxis] - high[..., np.newaxis, :]
+    lost: Array = high[..., :, np.newaxis] - high[..., np.newaxis, :]
     if low is not None:
         lost += low[..., :, np.newaxis] - low[..., np.newaxis, :]
     size = high.shape[-1]
     np.copyto(lost, -np.inf, where=np.triu(np.ones((size, size), bool), 1))
     if resets is not None:
         np.copyto(lost, -np.inf, where=resets[..., :, np.newaxis] != resets[..., np.newaxis, :])
-    return np.exp(lost, out=lost)
+    np.exp(lost, out=lost)
+    return lost
 
 
 def split(c: Array, dtype: Any) -> tuple[Array, Array | None]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from ..log import DEBUG, Shapes, is_enabled, log_call, log_plan
 from ..plan.table import CPU_KERNEL
-from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides
+from ..problem.arrays import DTYPES, ArrayInfo, contiguous_strides, shapes_given
 from ..problem.gated import GatedProblem
-from ..problem.problem import ARRAYS, Problem, result_rows, shapes_of
+from ..problem.problem import ARRAYS, Problem, array_shapes, result_rows, shapes_of
 from ..settings import AUTOMATIC, Settings, settings
 from . import attention as cpu
+from .blocks import ARRAYS as SEQUENCE_ARRAYS
+from .blocks import Sequence
 from .cache import attention_with_kv_cache
 
 CACHE_SIZE = 1024
@@ -25,7 +28,7 @@ _calls: dict[Any, HostCall] = {}
 class HostCall:
     """A checked call of `attention`, ready for other arrays of the same shapes, strides and dtypes."""
 
-    def __init__(self, problem: Problem, arrays: dict[str, np.ndarray | None], sequence: cpu.Sequence) -> None:
+    def __init__(self, problem: Problem, arrays: dict[str, np.ndarray | None], sequence: Sequence) -> None:
         self._problem = problem
         self._task = cpu.Task.of(problem, sequence)
         self._rows = result_rows(problem)
@@ -38,7 +41,7 @@ class HostCall:
         # Place, shape as broadcast and shape in the sequence of each array that there is.
         self._forms = [
             (place, x.shape, getattr(sequence, name).shape)
-            for place, name in enumerate(cpu.ARRAYS)
+            for place, name in enumerate(SEQUENCE_ARRAYS)
             if (x := arrays[name]) is not None
         ]
 
@@ -56,8 +59,8 @@ class HostCall:
     def run(self, arrays: tuple[Any, ...], out: Any, lse: Any, workspace: Any = None) -> Any:
         """Compute; `arrays` are q, k, v and the other ones of `dense.attention`."""
         problem, chosen = self._problem, settings()
-        if chosen != AUTOMATIC:
-            announce(problem, chosen)
+        if chosen != AUTOMATIC or is_enabled(DEBUG):
+            announce(problem, chosen, lambda: array_shapes(problem))
         if out is None and lse is None and self._new_out is not None:
             out = np.empty(*self._new_out)
         else:
@@ -65,15 +68,15 @@ class HostCall:
         given = [*arrays[:3], out, lse, *arrays[5:9]]  # a call without options names none
         if not problem.traits.has_values:
             given[_VALUES] = _without_features(arrays[1], lse)
-        views: list[Any] = [None] * len(cpu.ARRAYS)
+        views: list[Any] = [None] * len(SEQUENCE_ARRAYS)
         for place, full, shape in self._forms:
             views[place] = _broadcast(given[place], full).reshape(shape)
-        cpu.compute(self._task, [cpu.Sequence(*views, self._offset)])  # type: ignore[call-arg]
+        cpu.compute(self._task, [Sequence(*views, self._offset)])  # type: ignore[call-arg]
         return _returned(problem, out, lse)
 
 
 def find_on_host(
-    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
+    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
 ) -> tuple[Any, HostCall | None, tuple[Any, ...]]:
     """Look up an earlier call with NumPy arrays of the same form; see `dispatch.find`."""
     arrays = (q, k, v) if others is None else (q, k, v, *others)
@@ -96,7 +99,7 @@ def execute_on_host(
     problem: Problem, infos: dict[str, ArrayInfo], key: Any, chosen: Settings, out: Any, lse: Any
 ) -> Any:
     """Compute a problem of NumPy arrays; `out` and `lse` are the caller's own objects, which are returned if given."""
-    announce(problem, chosen)
+    announce(problem, chosen, lambda: shapes_given(infos))
     rows, traits = result_rows(problem), problem.traits
     arrays = _inputs(problem, infos)
     new_out, new_lse = _results(problem, rows, out, lse)
@@ -123,11 +126,12 @@ def execute_on_host(
     return _returned(problem, out, lse)
 
 
-def announce(problem: Problem | GatedProblem, chosen: Settings) -> None:
-    """Check what `options()` chose for a call and print what it asks for, before anything is computed."""
+def announce(problem: Problem | GatedProblem, chosen: Settings, shapes: Callable[[], Shapes]) -> None:
+    """Check what `options()` chose for a call and log it, before anything is computed."""
     check_settings(chosen)
-    if chosen.log:
-        print(f"cuflash: {problem} -> {CPU_KERNEL}", file=sys.stderr)
+    log_plan(problem, CPU_KERNEL)
+    if chosen.log or is_enabled(DEBUG):
+        log_call(problem, CPU_KERNEL, shapes())
 
 
 def _results(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:

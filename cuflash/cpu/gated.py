@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..problem.arrays import DTYPES, ArrayInfo
+from ..problem.arrays import DTYPES, ArrayInfo, shapes_given
 from ..problem.gated import GatedProblem
 from ..settings import num_threads, settings
 from .chunks import (
@@ -46,7 +46,7 @@ STATE_SIZE = 2**17
 
 def execute_gated_on_host(problem: GatedProblem, infos: dict[str, ArrayInfo], out: Any, final: bool) -> Any:
     """Compute a checked problem of NumPy arrays; `out` is the caller's own object, which is returned if given."""
-    announce(problem, settings())
+    announce(problem, settings(), lambda: shapes_given(infos))
     traits = problem.traits
     dtype = DTYPES[traits.computed]
     result = allocate(infos["v"].shape, traits.dtype, problem.strides.out) if out is None else out

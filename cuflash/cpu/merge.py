@@ -20,7 +20,8 @@ def merge_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
 
     def relative(part: np.ndarray) -> np.ndarray:
         """exp(part - largest), where infinities that are equal give 1."""
-        return np.exp(np.where(part == largest, computed.type(0), part - largest))
+        weight: np.ndarray = np.exp(np.where(part == largest, computed.type(0), part - largest))
+        return weight
 
     with np.errstate(all="ignore"):  # infinities and NaN are values here
         total = np.zeros(rows, computed)

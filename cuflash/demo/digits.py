@@ -54,12 +54,14 @@ class Digits:
     @property
     def vectors(self) -> np.ndarray:
         """The images scaled to unit length, float32."""
-        return (self.images / np.linalg.norm(self.images, axis=1, keepdims=True)).astype(np.float32)
+        unit: np.ndarray = self.images / np.linalg.norm(self.images, axis=1, keepdims=True)
+        return unit.astype(np.float32)
 
     @property
     def one_hot(self) -> np.ndarray:
         """(n, 10) float32, 1 in the column of the label."""
-        return np.eye(NUM_CLASSES, dtype=np.float32)[self.labels]
+        rows: np.ndarray = np.eye(NUM_CLASSES, dtype=np.float32)[self.labels]
+        return rows
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class Reading:
     @property
     def labels(self) -> np.ndarray:
         """The most probable digit of each image."""
-        return self.probabilities.argmax(axis=1)
+        most_probable: np.ndarray = self.probabilities.argmax(axis=1)
+        return most_probable
 
 
 def load() -> tuple[Digits, Digits]:

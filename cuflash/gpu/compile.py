@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import sys
 import time
 from functools import lru_cache
 from pathlib import Path
@@ -16,12 +15,26 @@ from threading import RLock
 from typing import Any, NamedTuple
 
 from ..cupy_cache import compile_in_memory
+from ..log import INFO, logger
 from ..plan.build import Program
 from ..settings import read
+from .installed import why_no_nvrtc, why_not_compiled
+from .progress import show_progress, tell_if_slow
 
 
 class KernelCompileError(RuntimeError):
-    """A kernel did not compile; the message holds the compiler's log."""
+    """A kernel did not compile; the message says what to do about it, or holds the compiler's log."""
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the compiler; a KernelCompileError says what to do where there is none."""
+    missing = why_no_nvrtc()
+    if missing:
+        raise KernelCompileError(missing)
+    from cupy.cuda import nvrtc
+
+    version: tuple[int, int] = nvrtc.getVersion()
+    return version
 
 
 @lru_cache(maxsize=1)
@@ -69,6 +82,15 @@ def kernel_function(program: Program, device_id: int) -> Any:
     key = (program, device_id)
     function = _functions.get(key)
     if function is None:
+        with tell_if_slow(program.kernel):
+            function = _compiled(program, device_id)
+    return function
+
+
+def _compiled(program: Program, device_id: int) -> Any:
+    key = (program, device_id)
+    function = _functions.get(key)
+    if function is None:
         with _locks.setdefault(key, RLock()):
             function = _functions.get(key)
             if function is None:
@@ -81,7 +103,8 @@ def _build(program: Program, device_id: int) -> Any:
 
     text = entry_text(program)
     dump(program.kernel, text)
-    with cupy.cuda.Device(device_id):
+    begin = time.perf_counter()
+    with cupy.cuda.Device(device_id) as device:
         try:
             try:
                 kernel = _load(program.kernel, text)
@@ -90,12 +113,23 @@ def _build(program: Program, device_id: int) -> Any:
                 kernel = _load(program.kernel, text)
             if program.shared_memory > 48 * 1024:
                 kernel.max_dynamic_shared_size_bytes = program.shared_memory
-            return kernel.kernel
+            function = kernel.kernel
         except Exception as error:
-            log = getattr(error, "dump", None)
             first_line = text.partition("\n")[0]
-            hint = "" if log else "; a missing NVRTC comes with pip install 'cuflash[cuda13]' (or [cuda12])"
-            raise KernelCompileError(f"could not compile or load {first_line}: {error}{hint}") from error
+            reason = _known_reason(device) or error
+            raise KernelCompileError(f"could not compile or load {first_line}: {reason}") from error
+    if logger.isEnabledFor(INFO):
+        seconds = time.perf_counter() - begin
+        logger.info("%s is compiled or loaded, %.1f s", text.partition("\n")[0].removeprefix("// cuflash "), seconds)
+    return function
+
+
+def _known_reason(device: Any) -> str:
+    """What keeps this compiler from serving the device, whatever it says itself; "" if nothing is known."""
+    try:
+        return why_not_compiled(int(device.compute_capability))
+    except Exception:  # of a device that fails: what it said first tells more
+        return ""
 
 
 def own_target(kernel: str) -> str:
@@ -140,6 +174,7 @@ def compile_offline(program: Program, arch: str, extra_source: str = "") -> Reso
     from cupy.cuda import nvrtc
 
     text = entry_text(program) + extra_source
+    version = nvrtc_version()
     handle = nvrtc.createProgram(text, f"{program.kernel}_entry.cu", (), ())
     begin = time.thread_time()
     try:
@@ -149,7 +184,7 @@ def compile_offline(program: Program, arch: str, extra_source: str = "") -> Reso
             f"-arch={own_target(program.kernel) or arch}",
             "--ptxas-options=-v",
         ]
-        if nvrtc.getVersion() >= (12, 9):
+        if version >= (12, 9):
             options.append("--no-cache")  # what NVRTC takes from its cache comes without the assembler's report
         nvrtc.compileProgram(handle, tuple(options))
         log = nvrtc.getProgramLog(handle)
@@ -174,21 +209,14 @@ def parse_resources(log: str, seconds: float) -> Resources:
 def compile_core(programs: list[Program], device_id: int, arch: str) -> None:
     """Compile several kernels in threads; says so on stderr, once, when they do not come from the disk cache."""
     import os
-    from concurrent.futures import ThreadPoolExecutor, as_completed, wait
+    from concurrent.futures import ThreadPoolExecutor, wait
 
-    begin = time.perf_counter()
     with ThreadPoolExecutor(min(len(programs), os.cpu_count() or 1), "cuflash-compile") as pool:
         # The first has a moment for itself: what CuPy finds out about the options, once per process, is most of a warm
         # start, and threads that begin together would all do it.
-        jobs = [pool.submit(kernel_function, program, device_id) for program in programs[:1]]
+        jobs = [pool.submit(_compiled, program, device_id) for program in programs[:1]]
         wait(jobs, timeout=0.15)
-        jobs += [pool.submit(kernel_function, program, device_id) for program in programs[1:]]
-        _, pending = wait(jobs, timeout=0.5)
-        if pending:
-            message = f"cuflash: compiling {len(programs)} kernels for {arch}, once (CuPy keeps them on disk):"
-            print(message, end="", file=sys.stderr, flush=True)
-            for count, _ in enumerate(as_completed(jobs), 1):
-                print(f" {count}", end="", file=sys.stderr, flush=True)
-            print(f", {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        jobs += [pool.submit(_compiled, program, device_id) for program in programs[1:]]
+        show_progress(jobs, arch)
     for job in jobs:
         job.result()

@@ -15,6 +15,7 @@ from ..problem.describe import describe_attention
 from ..problem.describe_gated import describe_chunk_gated_delta_rule, describe_recurrent_gated_delta_rule
 from ..settings import AUTOMATIC
 from .compile import compile_core
+from .installed import why_driver_fails, why_no_cupy
 
 CORE_HEAD_DIMS = (64, 128)
 CORE_GATED_HEAD_DIM = 128
@@ -63,14 +64,24 @@ def compile_core_kernels() -> None:
     """Compile the core rows for the current GPU; a failure is a warning, and the call that needs the kernel raises."""
     try:
         cupy = import_cupy()
+    except Exception as error:  # of a CuPy that does not match the machine, of many kinds
+        if not (isinstance(error, ModuleNotFoundError) and error.name == "cupy"):
+            _warn(why_no_cupy(error))
+        return
+    try:
         if not cupy.cuda.is_available():
+            failure = why_driver_fails(cupy)
+            if failure:
+                _warn(failure)
             return
         from .launch import device_info
 
         device_id = cupy.cuda.runtime.getDevice()
         device = device_info(device_id)
         compile_core(core_programs(device), device_id, device.arch)
-    except Exception as error:  # whatever is wrong with driver, CuPy or compiler: the program may not need them
-        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
-            return
-        warnings.warn(f"cuflash could not compile its kernels at import: {error}", RuntimeWarning, stacklevel=2)
+    except Exception as error:  # whatever is wrong with driver or compiler: the program may not need them
+        _warn(str(error))
+
+
+def _warn(failure: str) -> None:
+    warnings.warn(f"cuflash could not compile its kernels at import: {failure}", RuntimeWarning, stacklevel=3)

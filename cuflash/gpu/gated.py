@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import struct
-import sys
 from functools import lru_cache
 from typing import Any
 
+from ..log import DEBUG, is_enabled, log_call, log_plan
 from ..plan.gated import GatedPlan, make_gated_plan
 from ..plan.plan import MAX_GRID
-from ..problem.arrays import ITEMSIZE, ArrayInfo
+from ..problem.arrays import ITEMSIZE, ArrayInfo, shapes_given
 from ..problem.gated import GATED_ARRAYS, GatedProblem
 from ..settings import settings
 from .arguments import DIVISOR, FLOAT_CODES, Fields, divisor, packer, start
@@ -97,6 +97,7 @@ Step = tuple[Any, int, int, list[Part]]
 
 @lru_cache(maxsize=1024)
 def _steps(problem: GatedProblem, plan: GatedPlan, device_id: int) -> list[Step]:
+    log_plan(problem, plan)
     launches = [(plan.program, plan.tile.num_threads, plan.num_parts, plan.num_blocks, plan.heads_per_block)]
     if plan.preparation is not None:
         program, num_threads, num_blocks = plan.preparation
@@ -131,8 +132,8 @@ def execute_gated_on_gpu(problem: GatedProblem, infos: dict[str, ArrayInfo], out
 
     device_id, strides, traits = infos["q"].device, problem.strides, problem.traits
     plan = make_gated_plan(problem, device_info(device_id), settings())
-    if settings().log:
-        print(f"cuflash: {problem} -> {plan}", file=sys.stderr)
+    if settings().log or is_enabled(DEBUG):
+        log_call(problem, plan, shapes_given(infos))
     addresses = {name: info.pointer for name, info in infos.items()}
     final_state = None
     with cupy.cuda.Device(device_id):

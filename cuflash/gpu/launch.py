@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..log import DEBUG, is_enabled, log_call, log_plan
 from ..plan.partial import partial_results
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
@@ -21,10 +22,11 @@ from ..plan.tiles import APPENDING, PREPARING
 from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
 from ..problem.checks import workspace_size
 from ..problem.kind import Kind
-from ..problem.problem import ARRAYS, Problem, itemsizes, result_rows, shapes_of
+from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, result_rows, shapes_of
 from ..settings import settings
 from .arguments import pack_pointers, pack_values, start
-from .compile import kernel_function
+from .compile import kernel_function, nvrtc_version
+from .installed import WGMMA_NVRTC
 from .workspace import Result, allocate_with_workspace, check_size, is_capturing, split_of
 
 CACHE_SIZE = 4096
@@ -72,9 +74,7 @@ class Launch:
         self._out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
         self._lse = Result(rows, traits.lse_dtype, strides.lse) if strides.lse is not None else None
         self._extents: list[tuple[int, int]] | None = None
-
-    def __str__(self) -> str:
-        return f"{self._problem} -> {self.plan}"
+        log_plan(problem, plan)
 
     @property
     def extents(self) -> list[tuple[int, int]]:
@@ -120,8 +120,8 @@ class Launch:
         if self._get_device() != self.device_id:
             with self._cupy.cuda.Device(self.device_id):
                 return self.run(pointers, out, lse, workspace)
-        if settings().log:
-            print(f"cuflash: {self}", file=sys.stderr)
+        if settings().log or is_enabled(DEBUG):
+            log_call(self._problem, self.plan, array_shapes(self._problem))
         if self.plan.workspace:
             return self._run_in_workspace(pointers, out, lse, workspace)
         if out is None and self._out is not None:
@@ -231,11 +231,11 @@ def device_info(device_id: int) -> Device:
     attributes = device.attributes
     capability = int(device.compute_capability)
     memory = attributes["MaxSharedMemoryPerBlockOptin"] or attributes["MaxSharedMemoryPerBlock"]
-    return Device(capability, memory, attributes["MultiProcessorCount"], cupy.cuda.nvrtc.getVersion() >= (12, 9))
+    return Device(capability, memory, attributes["MultiProcessorCount"], nvrtc_version() >= WGMMA_NVRTC)
 
 
 def find_on_gpu(
-    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple
+    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
 ) -> tuple[Any, Launch | None, list[int]]:
     """Look up the launch of an earlier call of the same form; see `dispatch.find`."""
     gpu_type = type(q)

@@ -33,7 +33,7 @@ DTYPE_NAMES = {
 
 FLOAT_NAMES = ("float16", "bfloat16", "float32", "float64")
 INTEGER_NAMES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-ITEMSIZE = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
+ITEMSIZE: dict[str, int] = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
@@ -51,6 +51,11 @@ class ArrayInfo(NamedTuple):
     device: int
     """CUDA device number, or `HOST`."""
     writeable: bool
+
+
+def shapes_given(infos: dict[str, ArrayInfo]) -> dict[str, tuple[int, ...]]:
+    """Shapes of a call's arrays, by name."""
+    return {name: info.shape for name, info in infos.items()}
 
 
 def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
@@ -179,7 +184,8 @@ def _import_gpu_array(name: str, x: Any, kind: str) -> ArrayInfo:
     try:
         cupy = import_cupy()
     except ImportError as error:
-        raise TypeError(f"{name} is a {kind} on a GPU, which needs CuPy: pip install 'cuflash[cuda13]'") from error
+        command = "pip install 'cuflash[cuda13]', or [cuda12] for drivers before 580"
+        raise TypeError(f"{name} is a {kind} on a GPU, which needs CuPy: {command}") from error
     try:
         interface = x.__cuda_array_interface__
     except Exception:  # raised for dtypes the interface cannot say (bfloat16), and for tensors that track gradients

@@ -257,7 +257,7 @@ def _real(name: str, x: Any, hint: str) -> float:
 
 def parse_scale(scale: Any, head_dim: int, dtype: str) -> float:
     if scale is None:
-        return head_dim**-0.5
+        return float(head_dim**-0.5)
     value = _real("scale", scale, ", or None for head_dim ** -0.5")
     if abs(value) > MAX_SCALE[dtype]:
         raise ValueError(f"scale is {value}, expected at most {MAX_SCALE[dtype]:g} in magnitude for {dtype} arrays")

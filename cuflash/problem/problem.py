@@ -228,6 +228,12 @@ def shapes_of(problem: Problem) -> Shapes:
     return find(p.batch, heads, seqlens, head_dims)
 
 
+def array_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Those of the arrays that the call has, and of its results, by name."""
+    named = zip(ARRAYS, shapes_of(problem), problem.strides, strict=True)
+    return {name: shape for name, shape, strides in named if strides is not None}
+
+
 def itemsizes(problem: Problem) -> list[int]:
     """Bytes of an element of each array in the order of `ARRAYS`, 0 for those whose type is not known."""
     traits = problem.traits

@@ -56,7 +56,7 @@ def attention(
     softcap : float, optional
         Replace a score s by softcap * tanh(s / softcap).
     alibi_slopes : array_like, broadcasts to (..., Hq), optional
-        Subtract slope * |i + query_offset - j| from the logits.
+        Subtract ``slope * |i + query_offset - j|`` from the logits.
     sinks : array_like, broadcasts to (..., Hq), optional
         One more logit per head that enters the denominator only.
 
@@ -303,7 +303,7 @@ def _of_batches(cache: ArrayLike, page_table: ArrayLike | None) -> NDArray[Any]:
         return cache
     if not len(cache):
         cache = np.zeros((1, *cache.shape[1:]))
-    pages = cache[np.clip(np.asarray(page_table, object), 0, len(cache) - 1).astype(np.int64)]
+    pages: NDArray[Any] = cache[np.clip(np.asarray(page_table, object), 0, len(cache) - 1).astype(np.int64)]
     batch, max_pages, num_heads, page_size, features = pages.shape
     return pages.swapaxes(1, 2).reshape(batch, num_heads, max_pages * page_size, features)
 

@@ -38,8 +38,11 @@ class Case(NamedTuple):
     """One problem: shapes, layout and options, without data."""
 
     name: str
+    """With the seed it decides what is drawn."""
     shape_q: tuple[int, ...]
+    """As the case's function takes it."""
     shape_k: tuple[int, ...]
+    """Likewise; with `cached` the keys that there is room for."""
     head_dim_v: int | None = None
     """None: that of q. 0: there are no values, and the lse is all that is asked for."""
     options: Mapping[str, Any] = {}
@@ -53,7 +56,9 @@ class Case(NamedTuple):
     cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """Packed sequences."""
     value_mean: float = 0.0
+    """Of v, whose deviation is 1."""
     cached: Cached | None = None
+    """A cache of keys and values."""
 
     @property
     def function(self) -> Any:
@@ -69,9 +74,13 @@ class Data(NamedTuple):
     """The NumPy arrays of a case, C-ordered."""
 
     q: np.ndarray
+    """Of `Case.shape_q`."""
     k: np.ndarray
+    """Of `Case.shape_k`."""
     v: np.ndarray
+    """As `k`, with `Case.head_dim_v` features."""
     options: dict[str, np.ndarray]
+    """Those of `Case.arrays`, by name."""
 
 
 def make_data(case: Case, dtype: str, seed: int = 0) -> Data:
@@ -107,7 +116,9 @@ class Outcome(NamedTuple):
     """What a call returned, as NumPy arrays, and whether it wrote only where it may."""
 
     out: np.ndarray
+    """In the dtype of the call."""
     lse: np.ndarray
+    """float32, or float64."""
     clean: bool
     """No input changed, nothing written outside the results."""
 
@@ -249,9 +260,9 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
         What was called, with what, and what it returned.
     rounds_weights
         Whether the kernel rounds weights to the format that it multiplies (`KernelSpec.rounds_weights`): the weight of
-        key j may then be off by u w_j, with u the format's rounding, and the output by u sum_j w_j |v_j| / sum_j w_j.
-        The bound is not smaller than that sum, as equal weights round the same way. With `precision="tf32"` such a
-        kernel rounds q, k and v too, and in 16 bits it caps logits to 2^-15.
+        key j may then be off by u w_j, with u the format's rounding, and the output by
+        ``u sum_j w_j |v_j| / sum_j w_j``. The bound is not smaller than that sum, as equal weights round the same way.
+        With `precision="tf32"` such a kernel rounds q, k and v too, and in 16 bits it caps logits to 2^-15.
     """
     expected, expected_lse = oracle(case, data)
     out = outcome.out.astype(np.float64)

@@ -92,7 +92,8 @@ class Poisoned:
 
     def bytes_now(self) -> np.ndarray:
         """Return the memory as it is, on the host."""
-        return self._memory if self._xp is np else self._memory.get()
+        bytes_now: np.ndarray = self._memory if self._xp is np else self._memory.get()
+        return bytes_now
 
     def values(self) -> np.ndarray:
         """Return the array as it is, on the host. Never through CuPy's own kernels, which need aligned elements."""

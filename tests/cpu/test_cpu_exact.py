@@ -50,7 +50,7 @@ def _agrees(dtype: Any, q: Any, k: Any, v: Any, eps: float = 64.0, **options: An
 @pytest.mark.parametrize("value", [-1e300, float(np.finfo(np.float64).min), -1e39, 1e39, 1e300])
 def test_float64_bias_beyond_float32(value: float, dtype: Any) -> None:
     q, k, v = _draw(dtype, 2, 37, 16)
-    q, k = q * 0, k * 0
+    q, k = np.zeros_like(q), np.zeros_like(k)
     everywhere = np.full((37, 37), value)
     _agrees(dtype, q, k, v, bias=everywhere)
     _agrees(dtype, q, k, v, bias=everywhere, causal=True)
@@ -106,7 +106,7 @@ def test_softcaps(causal: bool, softcap: float, dtype: Any) -> None:
     _agrees(dtype, q, k, v, softcap=softcap, causal=causal, scale=1e-30)
     largest = 1e300 if dtype == np.float64 else 1e30
     if softcap <= 1e18:
-        _agrees(dtype, q * 0, k, v, softcap=softcap, causal=causal, scale=largest)
+        _agrees(dtype, np.zeros_like(q), k, v, softcap=softcap, causal=causal, scale=largest)
     q[:, ::2] = 0
     if softcap <= 100:
         _agrees(dtype, q, k, v, softcap=softcap, causal=causal, scale=largest)
@@ -163,7 +163,7 @@ def test_a_row_that_sees_one_key_returns_its_value(heads: int, length: int, dtyp
     if heads * length > 12000:
         heads = 3
     q, k, v = _draw(dtype, heads, length, 16)
-    q, k = q * 4, k * 4
+    q, k = q * dtype.type(4), k * dtype.type(4)
     chosen = np.random.default_rng(1).integers(0, length, length)
     mask = np.arange(length) == chosen[:, np.newaxis]
     expected = v[:, chosen]

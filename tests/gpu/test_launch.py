@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import numbers
 import struct
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense, lse
+from cuflash import dense, log, lse
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu import launch, workspace
 from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
@@ -366,3 +367,17 @@ def test_results_of_other_lengths_are_looked_at(problems: Any, apart: Any) -> No
         call(60, out=q[:, :, 40:])
     with pytest.raises(ValueError, match="its elements overlap each other"):
         call(60, out=cupy.broadcast_to(out[:1, :, :60], (2, 4, 60, 64)))
+
+
+def test_launches_are_logged(launched: Launched, caplog: pytest.LogCaptureFixture) -> None:
+    q, k = _array((2, 4, 1, 64), np.float16, "contiguous"), _array((2, 2, 300, 64), np.float16, "contiguous")
+    log._log_once.cache_clear()
+    with caplog.at_level(logging.DEBUG, "cuflash"):
+        call = _launch(q, k, k)
+        call._get_device = lambda: 0
+        for _ in range(2):
+            call.run([1, 2, 3, 4, 0] + [0] * 11, q, None, cupy.ndarray((1 << 30,), np.uint8, q.data))
+    plan, *calls = caplog.messages
+    assert plan == f"new: {call._problem} -> {call.plan}"
+    shapes = "q (2, 4, 1, 64), k (2, 2, 300, 64), v (2, 2, 300, 64), out (2, 4, 1, 64)"
+    assert calls == [f"call: {call._problem} -> {call.plan}; {shapes}"] * 2

@@ -33,6 +33,8 @@ from cuflash.bench.sweep import SWEEP
 from cuflash.plan.table import KERNELS
 from cuflash.problem.describe import describe_attention, describe_attention_lse
 
+from .machines import Machine
+
 ROOT = Path(cuflash.__file__).resolve().parent.parent
 PEERS = str(ROOT / "benchmarks" / "peers.py")
 SMALL = Case("small", "float32", 2, 4, 2, 50, 70, 16, 8, causal=True)
@@ -566,11 +568,20 @@ def test_bad_arguments(arguments: list[str], message: str, capsys: pytest.Captur
     assert message in captured.err and captured.err.startswith("usage: python -m cuflash bench")
 
 
-def test_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (Machine(driver=None), "no CUDA driver"),
+        (Machine(import_error=ImportError("libcublas.so.13")), "CuPy cannot be imported (libcublas.so.13)"),
+    ],
+)
+def test_gpu_that_is_not_there(
+    machine: Machine, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.set_up(monkeypatch)
     with pytest.raises(SystemExit) as stopped:
         bench.main(["--backend", "gpu"])
-    assert stopped.value.code == 2 and "CuPy cannot be imported" in capsys.readouterr().err
+    assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_plot_without_matplotlib(

@@ -381,3 +381,12 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(demo, "main", lambda arguments: 7 if arguments == ["--backend", "numpy"] else 0)
     assert cli.main(["demo", "--backend", "numpy"]) == 7
+
+
+def test_readers_of_a_pipe_may_stop_early() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "cuflash", "kernels"]
+    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    os.close(writer)
+    assert ended.returncode == 1 and not ended.stderr

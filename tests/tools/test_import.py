@@ -27,10 +27,13 @@ from cuflash.settings import AUTOMATIC
 DRIVER = """
 import ctypes
 _load = ctypes.CDLL
+class _Driver:
+    def cuDriverGetVersion(version):
+        version._obj.value = 13000
 def _pretend(name, *args, **options):
     if name in ("libcuda.so.1", "nvcuda.dll"):
         if {installed}:
-            return object()
+            return _Driver
         raise OSError(name)
     return _load(name, *args, **options)
 ctypes.CDLL = _pretend
@@ -114,7 +117,8 @@ def test_broken_cupy_is_a_warning(error: str, tmp_path: Path) -> None:
     folder = fake_cupy(tmp_path, f"raise {error}")
     done = python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", folder)
     message = error.partition("'")[2].partition("'")[0]
-    assert f"RuntimeWarning: cuflash could not compile its kernels at import: {message}" in done.stderr
+    expected = f"cuflash could not compile its kernels at import: CuPy cannot be imported ({message}): "
+    assert f"RuntimeWarning: {expected}" in done.stderr and "pip install 'cuflash[cuda13]'\n" in done.stderr
 
 
 def test_missing_cupy_is_no_warning(tmp_path: Path) -> None:
@@ -124,7 +128,16 @@ def test_missing_cupy_is_no_warning(tmp_path: Path) -> None:
 
 
 def test_driver_without_a_device_is_no_warning(tmp_path: Path) -> None:
-    folder = fake_cupy(tmp_path, "class cuda:\n    is_available = staticmethod(lambda: False)\nclass ndarray: pass")
+    code = """
+class cuda:
+    is_available = staticmethod(lambda: False)
+    class runtime:
+        runtimeGetVersion = staticmethod(lambda: 13000)
+        def getDeviceCount():
+            raise RuntimeError('cudaErrorNoDevice: no CUDA-capable device is detected')
+class ndarray: pass
+"""
+    folder = fake_cupy(tmp_path, code)
     assert python(f"{WITH_DRIVER}\nimport cuflash, numpy\n{WORKS}", folder).stderr == ""
 
 

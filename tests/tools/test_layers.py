@@ -10,7 +10,7 @@ import pytest
 import cuflash
 
 PACKAGE = Path(cuflash.__file__).parent
-FLOORS = (("settings", "cupy_cache"), ("problem",), ("plan",), ("gpu", "cpu"), ("",))
+FLOORS = (("settings", "cupy_cache"), ("log",), ("problem",), ("plan",), ("gpu", "cpu"), ("",))
 """Files and folders, the lowest first; the last floor is everything else at the top level."""
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
