@@ -54,7 +54,8 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
     arrays : mapping of str to ndarray or None
         Views broadcast to the problem's axes: q (*batch, Hq, Nq, D), k (*batch, Hkv, Nk, D), v (*batch, Hkv, Nk, Dv),
         out (*batch, Hq, Nq, Dv), lse (*batch, Hq, Nq), bias and mask (*batch, Hq, Nq, Nk), alibi_slopes and sinks
-        (*batch, Hq), query_offset (*batch). out and lse are written; lse and the options may be None.
+        (*batch, Hq), query_offset (*batch). out and lse are written; lse and the options may be None. For a state, out
+        is in the type of the computation, and sums (*batch, Hq, Nq, 2) of float64 are in the place of lse.
 
     Returns
     -------
@@ -129,7 +130,14 @@ class Task(NamedTuple):
         """Task of a problem, or of calls with one sequence of the same shape."""
         dtype = FLOAT64 if problem.traits.dtype == "float64" else FLOAT32
         parts = None if sequence is None else parts_of(problem, sequence, 1)
-        return cls(problem, Arithmetic.of(problem, dtype), is_plain(problem), parts)
+        direct = is_plain(problem) and not writes_sums(problem)
+        return cls(problem, Arithmetic.of(problem, dtype), direct, parts)
+
+
+def writes_sums(problem: Problem) -> bool:
+    """Whether the results are a `State`."""
+    strides = problem.strides
+    return strides.lse is not None and strides.out is not None and len(strides.lse) == len(strides.out)
 
 
 def compute(task: Task, sequences: list[Sequence]) -> None:
@@ -303,10 +311,12 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
     rows: Any = True if which is None else where[..., np.newaxis]
     # Rows without a key have values of 0.
     divisor = np.maximum(total, TINY)
-    if sequence.lse is not None or sequence.sinks is not None:
-        total, peak = total.astype(np.float64), peak.astype(np.float64)
-        if sequence.alibi_slopes is not None and block.distance:
-            peak -= (block.of_heads(sequence.alibi_slopes).astype(np.float64) * block.distance)[..., np.newaxis]
+    if sequence.lse is not None and sequence.lse.ndim == sequence.out.ndim:
+        peak = _without_distance(peak.astype(np.float64), block)
+        sums = np.stack([np.where(total == 0, -np.inf, peak), total], axis=-1)
+        np.copyto(block.of_rows(sequence.lse), sums, where=rows)
+    elif sequence.lse is not None or sequence.sinks is not None:
+        total, peak = total.astype(np.float64), _without_distance(peak.astype(np.float64), block)
         lse = np.where(total == 0, -np.inf, peak + np.log(total))
         if sequence.sinks is not None:
             sinks = block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
@@ -323,3 +333,11 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
                 lse = np.where((total > 0) & np.isfinite(lse), np.clip(lse, -limit, limit), lse)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
     np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")
+
+
+def _without_distance(peak: Array, block: Block) -> Array:
+    """Take off what ALiBi adds to all pairs of a block alike, which its logits were computed without."""
+    slopes = block.sequence.alibi_slopes
+    if slopes is None or not block.distance:
+        return peak
+    return peak - (block.of_heads(slopes).astype(np.float64) * block.distance)[..., np.newaxis]

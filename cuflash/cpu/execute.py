@@ -64,7 +64,7 @@ class HostCall:
         if out is None and lse is None and self._new_out is not None:
             out = np.empty(*self._new_out)
         else:
-            out, lse = _results(problem, self._rows, out, lse)
+            out, lse = results_for(problem, self._rows, out, lse)
         given = [*arrays[:3], out, lse, *arrays[5:9]]  # a call without options names none
         if not problem.traits.has_values:
             given[_VALUES] = _without_features(arrays[1], lse)
@@ -101,8 +101,8 @@ def execute_on_host(
     """Compute a problem of NumPy arrays; `out` and `lse` are the caller's own objects, which are returned if given."""
     announce(problem, chosen, lambda: shapes_given(infos))
     rows, traits = result_rows(problem), problem.traits
-    arrays = _inputs(problem, infos)
-    new_out, new_lse = _results(problem, rows, out, lse)
+    arrays = inputs_of(problem, infos)
+    new_out, new_lse = results_for(problem, rows, out, lse)
     # What is written goes past the methods of a caller's subclass of ndarray.
     arrays["out"] = new_out if out is None else infos["out"].array
     arrays["lse"] = new_lse if lse is None else infos["lse"].array
@@ -134,7 +134,7 @@ def announce(problem: Problem | GatedProblem, chosen: Settings, shapes: Callable
         log_call(problem, CPU_KERNEL, shapes())
 
 
-def _results(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
+def results_for(problem: Problem, rows: tuple[int, ...], out: Any, lse: Any) -> tuple[Any, Any]:
     """Allocate the results that the caller has not given."""
     traits, strides = problem.traits, problem.strides
     if strides.out is not None and out is None:
@@ -171,7 +171,7 @@ def allocate(shape: tuple[int, ...], name: str, strides: tuple[int, ...]) -> np.
     return new if new.strides == strides else np.ndarray(shape, dtype, np.empty(max(1, prod(shape)), dtype), 0, strides)
 
 
-def _inputs(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, np.ndarray | None]:
+def inputs_of(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, np.ndarray | None]:
     """Views of the inputs, broadcast to the axes of the problem; None for options that the call has not."""
     arrays: dict[str, np.ndarray | None] = dict.fromkeys(ARRAYS)
     for name, shape in zip(ARRAYS, shapes_of(problem), strict=True):

@@ -104,7 +104,7 @@ def test_tiles(spec: KernelSpec, name: str, capability: int, dtype: str) -> None
         assert_right(case, dtype, Emulator(spec.name, tile, device))
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(10)
 @pytest.mark.parametrize(
     "name",
     [
@@ -119,7 +119,7 @@ def test_every_tile_of_forward_mma(name: str) -> None:
         assert_right(case, "float16", Emulator(spec.name, tile))
 
 
-@pytest.mark.share(6)
+@pytest.mark.share(12)
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize(
     "name", ["everything", "packed-plain-True", "head_dim-80-160", "wide-causal", "lse-everything"]
@@ -134,7 +134,7 @@ def test_every_tile_of_precise_float32(name: str, precision: str) -> None:
 
 
 @rows
-@pytest.mark.share(4)
+@pytest.mark.share(len(KERNELS))
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]
     dtype = "float16" if "float16" in spec.dtypes else spec.dtypes[0]
@@ -163,6 +163,7 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
     ],
 )
 @rows
+@pytest.mark.share(3)
 def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
     @settings(SETTINGS, max_examples=max_examples)
     @given(calls)

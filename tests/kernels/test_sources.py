@@ -220,8 +220,8 @@ def test_compiles_without_spills_and_as_laid_out(
     if fewer is not None:
         plans = {name: plan for name, plan in plans.items() if name.split("-")[1] in fewer}
     plans = halves_in_turn(plans, ARCHITECTURES.index(capability))
-    plans = {name: plan for name, plan in plans.items() if share(f"{name} {capability}", 2)}
-    assert plans
+    always = next(iter(plans))
+    plans = {name: plan for name, plan in plans.items() if name == always or share(f"{name} {capability}", 3)}
 
     programs = {f"{spec.name} {name}": plan.program for name, plan in plans.items()}
     for name, plan in plans.items():

@@ -1,0 +1,147 @@
+"""Which queries and keys of a whole sequence each rank holds, and in which order the parts meet."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+Layout = Literal["contiguous", "zigzag"]
+LAYOUTS = ("contiguous", "zigzag")
+
+
+class Segment(NamedTuple):
+    """Neighbouring rows of a rank's array that are neighbours in the whole sequence, too."""
+
+    at: int
+    """Row of the rank's array."""
+    start: int
+    """Row of the whole sequence."""
+    length: int
+
+
+Part = tuple[Segment, ...]
+"""What meets other parts at once: a segment, or with "zigzag" one from either end of the sequence."""
+
+
+def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[list[Part]]:
+    """Parts of each rank, given how many rows each has.
+
+    With "zigzag" the first half of a rank's rows counts from the beginning of the sequence, rank by rank, and the
+    second half from its end.
+    """
+    if layout == "contiguous":
+        starts = np.cumsum([0, *lengths])
+        return [
+            [(segment,) for segment in _cut(0, int(start), length, num_parts)]
+            for start, length in zip(starts, lengths, strict=False)
+        ]
+    firsts = [length - length // 2 for length in lengths]
+    first_starts, after = np.cumsum([0, *firsts]), np.cumsum([0, *(length // 2 for length in reversed(lengths))])
+    second_starts = (sum(firsts) + after[:-1])[::-1]
+    ranks = []
+    for length, first, first_start, second_start in zip(lengths, firsts, first_starts, second_starts, strict=False):
+        low = _cut(0, int(first_start), first, num_parts)
+        high = _cut(first, int(second_start), length - first, num_parts)
+        ranks.append(list(zip(low, reversed(high), strict=True)))
+    return ranks
+
+
+def _cut(at: int, start: int, length: int, num_parts: int) -> list[Segment]:
+    """Cut rows as evenly as can be, the longer ones first, as `numpy.array_split` does."""
+    short, longer = divmod(length, num_parts)
+    edges = [i * short + min(i, longer) for i in range(num_parts + 1)]
+    return [Segment(at + low, start + low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+
+
+def meeting_order(part: int, num_parts: int) -> Iterator[int]:
+    """Parts of keys in the order in which those of queries meet them: their own, then from one to the one before."""
+    for distance in range(num_parts):
+        yield (part - distance) % num_parts
+
+
+def seen_keys(queries: Segment, keys: Segment, offset: int, window: tuple[int | None, int | None]) -> slice:
+    """Rows of a rank's keys, among those of a segment, from the first to the last that some of the queries see."""
+    left, right = window
+    first, last = queries.start + offset, queries.start + queries.length - 1 + offset
+    low = keys.start if left is None else max(keys.start, first - left)
+    end = keys.start + keys.length
+    high = end if right is None else min(end, last + right + 1)
+    if not queries.length or low >= high:
+        return slice(keys.at, keys.at)
+    return slice(keys.at + low - keys.start, keys.at + high - keys.start)
+
+
+def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "contiguous") -> Any:
+    """Rows of a whole sequence that one rank holds, divided as evenly as can be.
+
+    Parameters
+    ----------
+    x : array
+        The whole sequence, of NumPy or CuPy.
+    rank, size : int
+        Number of the rank, and of ranks.
+    axis : int, optional
+        Axis of the sequence.
+    layout : {"contiguous", "zigzag"}, optional
+        As for `attention`.
+
+    Returns
+    -------
+    array
+        A view for "contiguous", else a copy.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cuflash.distributed import shard
+    >>> [shard(np.arange(8), rank, 2, axis=0, layout="zigzag").tolist() for rank in range(2)]
+    [[0, 1, 6, 7], [2, 3, 4, 5]]
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    length = x.shape[axis]
+    ((*segments,),) = parts_of(_even_lengths(length, size), layout, 1)[rank]
+    pieces = [_rows(x, axis, slice(s.start, s.start + s.length)) for s in segments]
+    return pieces[0] if len(pieces) == 1 else _like(x).concatenate(pieces, axis=axis)
+
+
+def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguous") -> Any:
+    """Put together what all ranks hold: the whole sequence.
+
+    Parameters
+    ----------
+    parts : sequence of array
+        One array for each rank, in their order; lengths may differ.
+    axis, layout
+        As for `shard`.
+
+    Returns
+    -------
+    array
+        A copy.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    pieces = [
+        (segment.start, _rows(x, axis, slice(segment.at, segment.at + segment.length)))
+        for x, ((*segments,),) in zip(parts, parts_of([x.shape[axis] for x in parts], layout, 1), strict=True)
+        for segment in segments
+    ]
+    pieces.sort(key=lambda piece: piece[0])
+    return _like(parts[0]).concatenate([piece for _, piece in pieces], axis=axis)
+
+
+def _even_lengths(length: int, size: int) -> list[int]:
+    return [segment.length for segment in _cut(0, 0, length, size)]
+
+
+def _rows(x: Any, axis: int, rows: slice) -> Any:
+    return x[(slice(None),) * (axis % x.ndim) + (rows,)]
+
+
+def _like(x: Any) -> Any:
+    """Module of an array's own functions: numpy, or cupy without importing it."""
+    return sys.modules[type(x).__module__.split(".")[0]]

@@ -1,0 +1,194 @@
+"""The walk of one rank: its own keys first, then those of the rank before, and so on, while the next are on their way.
+
+Each part of queries meets the parts of keys in a fixed order, beginning with its own: the bits of a row depend on where
+parts begin and end, not on how many ranks hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem.arrays import HOST, ITEMSIZE
+from ..states import State, attend, merge, no_keys, rows_of
+from .agree import Link
+from .layout import Part, Segment, meeting_order, seen_keys
+
+SCRATCH_BYTES = 2**26
+"""Of the state of the queries that meet some keys at a time."""
+MIN_ROWS = 1024
+
+
+class Keys(NamedTuple):
+    """Keys and values that lie next to each other in a rank's arrays."""
+
+    k: Any
+    v: Any
+    at: int
+    """Row of the rank's arrays that they begin at."""
+
+
+class Task(NamedTuple):
+    """What one rank has to do."""
+
+    q: Any
+    """(*batch, Hq, Nq, D)"""
+    k: Any
+    """(*batch, Hkv, Nk, D), contiguous"""
+    v: Any
+    parts_q: list[list[Part]]
+    """Of each rank."""
+    parts_k: list[list[Part]]
+    num_keys: int
+    """Of all ranks."""
+    offset: int
+    """Key position of the first query of all."""
+    window: tuple[int | None, int | None]
+    pairs: dict[str, Any]
+    """Bias and mask, with columns for the keys of all ranks."""
+    options: dict[str, Any]
+    device: int
+    dtype: str
+
+
+class Met(NamedTuple):
+    """What queries have met so far."""
+
+    state: State
+    segments: set[Segment]
+    """Those of the queries that have met any keys."""
+
+
+def walk(task: Task, link: Link) -> State:
+    """Attention of a rank's queries over the keys of all ranks."""
+    shape = (*task.q.shape[:-1], task.v.shape[-1])
+    met = Met(no_keys(shape, task.dtype, task.device), set())
+    own = keys = Keys(task.k, task.v, 0)
+    for step in range(link.size):
+        source = (link.rank - step) % link.size
+        exchange, arriving = _begin(task, link, step + 1) if step + 1 < link.size else (None, own)
+        for part_q, part_k in _meetings(task, link, source, last=False):
+            _meet(task, met, part_q, part_k, keys, exchange)
+        if exchange is not None:
+            exchange.wait()
+        keys = arriving
+    for part_q, part_k in _meetings(task, link, link.rank, last=True):
+        _meet(task, met, part_q, part_k, own, None)
+    return met.state
+
+
+def _meetings(task: Task, link: Link, source: int, last: bool) -> Iterator[tuple[Part, Part]]:
+    """Parts of one's queries and those of a rank's keys that they meet, in order.
+
+    Of one's own keys those behind the queries come `last`, when all others have been met.
+    """
+    per_rank = len(task.parts_k[0])
+    first_q, first_k = link.rank * per_rank, source * per_rank
+    for i, part_q in enumerate(task.parts_q[link.rank]):
+        for j in meeting_order(first_q + i, per_rank * link.size):
+            if j // per_rank != source or (source == link.rank and last != (j > first_q + i)):
+                continue
+            yield part_q, task.parts_k[source][j - first_k]
+
+
+def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange: Any) -> None:
+    """Let queries attend to keys that are at hand, some rows at a time."""
+    for segment_q in part_q:
+        for segment_k in part_k:
+            seen = seen_keys(segment_q, segment_k, task.offset, task.window)
+            if seen.start < seen.stop:
+                for rows in _slabs(task, segment_q):
+                    into = rows_of(met.state, slice(rows.at, rows.at + rows.length))
+                    _attend(task, into, segment_q not in met.segments, rows, segment_k, seen, keys)
+                    if exchange is not None:
+                        exchange.progress()
+                met.segments.add(segment_q)
+
+
+def _slabs(task: Task, segment: Segment) -> Iterator[Segment]:
+    """Cut a segment of queries so that the state of a piece is small; by shapes alone, as bits may depend on it."""
+    row_bytes = task.v.shape[-1] * max(ITEMSIZE[task.dtype], 4)
+    for length in task.q.shape[:-2]:
+        row_bytes *= length
+    num_rows = max(MIN_ROWS, SCRATCH_BYTES // max(row_bytes, 1))
+    for begin in range(0, segment.length, num_rows):
+        yield Segment(segment.at + begin, segment.start + begin, min(num_rows, segment.length - begin))
+
+
+def _attend(
+    task: Task, into: State, is_first: bool, rows: Segment, segment: Segment, seen: slice, keys: Keys
+) -> None:
+    at = slice(rows.at, rows.at + rows.length)
+    first_key = segment.start + seen.start - segment.at
+    here = slice(seen.start - keys.at, seen.stop - keys.at)
+    columns = slice(first_key, first_key + seen.stop - seen.start)
+    pairs = {name: _of_pairs(x, at, columns) for name, x in task.pairs.items()}
+    found = attend(
+        _packed(task.q[..., at, :]),
+        _packed(keys.k[..., here, :]),
+        _packed(keys.v[..., here, :]),
+        keys=(first_key, task.num_keys),
+        window=task.window,
+        query_offset=rows.start + task.offset - first_key,
+        into=into if is_first else None,
+        **pairs,
+        **task.options,
+    )
+    if not is_first:
+        merge([into, found], into)
+
+
+def _of_pairs(x: Any, rows: slice, columns: slice) -> Any:
+    """Rows and columns of a bias or a mask, which may be repeated along either."""
+    if x.ndim > 1 and x.shape[-2] != 1:
+        x = x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., columns]
+
+
+def _packed(x: Any) -> Any:
+    """Rows behind each other: the arrays of other ranks are, and bits may depend on how rows lie in memory."""
+    rows_apart = x.shape[-1] * x.itemsize
+    if x.strides[-2:] == (rows_apart, x.itemsize):
+        return x
+    return x.copy(order="C")
+
+
+def _begin(task: Task, link: Link, step: int) -> tuple[Any, Keys]:
+    """Begin to send one's keys to the rank `step` behind, and to receive those of the rank `step` before."""
+    to, source = (link.rank + step) % link.size, (link.rank - step) % link.size
+    rows = _wanted(task, to, link.rank)
+    sends = [(_contiguous(x[..., rows, :]), to) for x in (task.k, task.v)] if rows.start < rows.stop else []
+    rows = _wanted(task, source=source, to=link.rank)
+    shape = (*task.k.shape[:-2], rows.stop - rows.start)
+    arriving = Keys(
+        _empty((*shape, task.k.shape[-1]), task.k, task.device),
+        _empty((*shape, task.v.shape[-1]), task.v, task.device),
+        rows.start,
+    )
+    receives = [(x, source) for x in arriving[:2]] if rows.start < rows.stop else []
+    return link.exchange(sends, receives), arriving
+
+
+def _wanted(task: Task, to: int, source: int) -> slice:
+    """Rows of a rank's keys, from the first to the last that another one's queries see."""
+    seen = [
+        seen_keys(segment_q, segment_k, task.offset, task.window)
+        for part_q in task.parts_q[to]
+        for part_k in task.parts_k[source]
+        for segment_q in part_q
+        for segment_k in part_k
+    ]
+    seen = [rows for rows in seen if rows.start < rows.stop]
+    return slice(min(rows.start for rows in seen), max(rows.stop for rows in seen)) if seen else slice(0, 0)
+
+
+def _contiguous(x: Any) -> Any:
+    return x if x.flags.c_contiguous else x.copy(order="C")
+
+
+def _empty(shape: tuple[int, ...], like: Any, device: int) -> Any:
+    if device == HOST:
+        return np.empty(shape, like.dtype)
+    return type(like)(shape, like.dtype)

@@ -1,0 +1,94 @@
+"""Ranks that are connected by NCCL: one process and GPU each, arrays from GPU to GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+POLL = 20e-6
+"""Seconds between looks for what is not there yet."""
+
+
+def communicator_of(comm: Any) -> Any:
+    """Return the NCCL communicator that an object is or has; None if it is another one."""
+    try:
+        from cupy.cuda import nccl
+    except ImportError:
+        return None
+    own = getattr(comm, "_comm", comm)  # cupyx.distributed.NCCLBackend has no other way to its communicator
+    communicator = getattr(nccl, "NcclCommunicator", None)
+    return own if communicator is not None and isinstance(own, communicator) else None
+
+
+class NcclLink:
+    """Ranks of an NCCL communicator.
+
+    Messages travel on a stream of their own. Where NCCL reports that a rank has failed, or records don't come in time,
+    the communicator is aborted, so that nothing waits for them any longer.
+    """
+
+    def __init__(self, communicator: Any, timeout: float | None) -> None:
+        import cupy
+
+        self._cupy, self._comm, self._timeout = cupy, communicator, timeout
+        self.rank: int = communicator.rank_id()
+        self.size: int = communicator.size()
+        self._device = cupy.cuda.Device(communicator.device_id())
+        with self._device:
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+
+    def gather(self, record: np.ndarray) -> np.ndarray:
+        """Return the records of all ranks, given one's own."""
+        from cupy.cuda import nccl
+
+        with self._device, self._stream:
+            mine, all_records = self._cupy.asarray(record), self._cupy.empty((self.size, record.size), np.uint8)
+            self._comm.allGather(mine.data.ptr, all_records.data.ptr, record.size, nccl.NCCL_UINT8, self._stream.ptr)
+            arrived = self._stream.record()
+            self._wait(arrived)
+            found: np.ndarray = all_records.get(stream=self._stream)
+        return found
+
+    def _wait(self, event: Any) -> None:
+        began = time.monotonic()
+        while not event.done:
+            try:
+                self._comm.check_async_error()
+            except Exception:
+                self._comm.abort()
+                raise
+            if self._timeout is not None and time.monotonic() - began > self._timeout:
+                self._comm.abort()
+                raise TimeoutError(f"rank {self.rank} waited for all ranks to call for {self._timeout:g} seconds")
+            time.sleep(POLL)
+
+    def exchange(self, sends: list[tuple[Any, int]], receives: list[tuple[Any, int]]) -> Exchange:
+        """Begin to send and to receive arrays, behind what the current stream has been given."""
+        from cupy.cuda import nccl
+
+        with self._device:
+            if sends or receives:
+                self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
+                nccl.groupStart()
+                for x, peer in sends:
+                    self._comm.send(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
+                for x, peer in receives:
+                    self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
+                nccl.groupEnd()
+            return Exchange(self._cupy, self._stream.record(), [x for x, _ in (*sends, *receives)])
+
+
+class Exchange:
+    """Messages on their way, and the memory that they need."""
+
+    def __init__(self, cupy: Any, arrived: Any, kept: list[Any]) -> None:
+        self._cupy, self._arrived, self._kept = cupy, arrived, kept
+
+    def progress(self) -> None:
+        """Nothing is needed: the GPU works by itself."""
+
+    def wait(self) -> None:
+        """Let the current stream wait until all has been sent and received; the host does not."""
+        self._cupy.cuda.get_current_stream().wait_event(self._arrived)

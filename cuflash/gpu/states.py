@@ -1,0 +1,122 @@
+"""Attention of GPU arrays over some of the keys, and what that over several sets of keys is together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..plan.partial import PARTIAL_COLUMNS, partial_traits
+from ..plan.plan import make_plan
+from ..problem.arrays import DTYPES, ArrayInfo
+from ..problem.problem import ARRAYS, Operand, Problem, alignment_of, result_rows
+from ..problem.states import State, writes_state
+from ..settings import settings
+from .compile import kernel_function
+from .launch import Launch, device_info
+from .merge import MAX_PARTS, plan_merge
+from .workspace import Result, launch_merge
+
+
+def empty_state(shape: tuple[int, ...], dtype: str, device_id: int) -> State:
+    """Return memory for the state of queries with an output of that shape."""
+    import cupy
+
+    with cupy.cuda.Device(device_id):
+        return State(cupy.empty(shape, DTYPES[dtype]), cupy.empty((*shape[:-1], PARTIAL_COLUMNS), DTYPES[dtype]))
+
+
+def results_for(problem: Problem, device_id: int, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Allocate the results that a call names and is not given."""
+    import cupy
+
+    rows, traits, strides = result_rows(problem), problem.traits, problem.strides
+    with cupy.cuda.Device(device_id):
+        if out is None and strides.out is not None:
+            out = Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out).allocate(cupy)
+        if lse is None and strides.lse is not None:
+            lse = Result(rows, traits.lse_dtype, strides.lse).allocate(cupy)
+    return out, lse
+
+
+def attend_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], state: State, keys: tuple[int, int]) -> None:
+    """Compute a checked problem and write its state; `keys` are the place of its first key among all, and their number."""
+    device_id = infos["q"].device
+    problem = writes_state(problem._replace(traits=partial_traits(problem.traits)), state)
+    launch = Launch(problem, make_plan(problem, device_info(device_id), settings()), device_id)
+    pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
+    pointers[_OUT], pointers[_LSE] = state.out.data.ptr, state.sums.data.ptr
+    launch.run(pointers, state.out, state.sums)
+    if "alibi_slopes" in infos:
+        _share_offset(problem, infos["alibi_slopes"].array, state.sums, keys)
+
+
+_OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
+
+
+def _share_offset(problem: Problem, slopes: Any, sums: Any, keys: tuple[int, int]) -> None:
+    """Give rows the offset that they have in front of all keys: that of the distance from the nearest one.
+
+    A kernel takes off the distance from the nearest one of its own. The difference of the two is exact.
+    """
+    import cupy
+
+    start, total = keys
+    with cupy.cuda.Device(sums.device.id):
+        positions = cupy.arange(problem.seqlen_q) + (problem.query_offset or 0)
+        nearest = cupy.abs(positions - cupy.clip(positions, 0, max(problem.seqlen_k - 1, 0)))
+        positions += start
+        nearest_of_all = cupy.abs(positions - cupy.clip(positions, 0, max(total - 1, 0)))
+        slopes = cupy.asarray(slopes, sums.dtype)[..., cupy.newaxis]
+        sums[..., 0] -= slopes * (nearest - nearest_of_all)
+        limit = np.finfo(sums.dtype).max / 2
+        sums[..., 2] = cupy.clip(slopes * nearest_of_all, -limit, limit)
+
+
+def merge_on_gpu(states: Sequence[State], into: State) -> None:
+    """Merge states in their order, in rows; the result may be the first of them."""
+    _merge(states, into.out, into.sums)
+
+
+def finish_on_gpu(states: Sequence[State], out: Any, lse: Any) -> None:
+    """Merge states, in their order, into results."""
+    _merge(states, out, lse)
+
+
+def sinks_on_gpu(sinks: Any, state: State) -> State:
+    """Return a state of no keys and one logit for each head."""
+    import cupy
+
+    with cupy.cuda.Device(state.sums.device.id):
+        sums = cupy.ones_like(state.sums)
+        sums[..., 2] = state.sums[..., 2]
+        sums[..., 0] = cupy.asarray(sinks, sums.dtype)[..., cupy.newaxis] + sums[..., 2]
+        return State(cupy.broadcast_to(cupy.zeros((), sums.dtype), state.out.shape), sums)
+
+
+def _merge(states: Sequence[State], out: Any, sums: Any) -> None:
+    import cupy
+
+    if len(states) > MAX_PARTS:
+        first = empty_state(states[0].out.shape, states[0].out.dtype.name, out.device.id)
+        _merge(states[:MAX_PARTS], first.out, first.sums)
+        return _merge([first, *states[MAX_PARTS:]], out, sums)
+    outs, all_sums = [x.out for x in states], [x.sums for x in states]
+    rows, width = out.shape[:-1], out.shape[-1]
+    merge = plan_merge(
+        rows, width, _operands(outs), _operands(all_sums), _operand(out), None if sums is None else _operand(sums),
+        len(states), None,
+    )  # fmt: skip
+    with cupy.cuda.Device(out.device.id):
+        function = kernel_function(merge.program, out.device.id)
+        at = [[x.data.ptr for x in arrays] for arrays in (outs, all_sums)]
+        launch_merge(function, merge, *at, out.data.ptr, 0 if sums is None else sums.data.ptr)
+
+
+def _operands(arrays: list[Any]) -> list[Operand]:
+    return [_operand(x) for x in arrays]
+
+
+def _operand(x: Any) -> Operand:
+    return Operand(x.dtype.name, x.strides, alignment_of(x.data.ptr, x.shape, x.strides))

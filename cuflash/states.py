@@ -1,0 +1,83 @@
+"""Attention over some of the keys, merged with that over others: what rings of GPUs and graphs of tasks are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .cpu import states as host
+from .cpu.execute import results_for as results_on_host
+from .gpu import states as gpu
+from .problem.arrays import HOST
+from .problem.describe import describe_attention
+from .problem.problem import Problem, result_rows
+from .problem.states import State
+
+
+def attend(
+    q: Any, k: Any, v: Any, *, keys: tuple[int, int] | None = None, into: State | None = None, **options: Any
+) -> State:
+    """Attention over some of the keys.
+
+    Parameters
+    ----------
+    q, k, v, **options
+        Those of `cuflash.attention`, without `sinks` and what names results. `query_offset` counts from the first of
+        these keys.
+    keys : (start, total), optional
+        Place of the first of these keys among all, and the number of all. By default these are all.
+    into : State, optional
+        Memory for the result.
+    """
+    problem, infos = describe_attention(q, k, v, return_lse=True, **options)
+    traits, device = problem.traits, infos["q"].device
+    shape = (*problem.batch, problem.num_heads_q, problem.seqlen_q, traits.head_dim_v)
+    if device == HOST:
+        state = host.empty_state(shape, traits.lse_dtype) if into is None else into
+        host.attend_on_host(problem, infos, state)
+    else:
+        state = gpu.empty_state(shape, traits.lse_dtype, device) if into is None else into
+        gpu.attend_on_gpu(problem, infos, state, keys or (0, problem.seqlen_k))
+    return state
+
+
+def no_keys(shape: tuple[int, ...], dtype: str, device: int) -> State:
+    """Return the state of queries that have seen nothing, with an output of that shape."""
+    lse_dtype = "float64" if dtype == "float64" else "float32"
+    state = host.empty_state(shape, lse_dtype) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
+    state.out[...], state.sums[...] = 0, 0
+    state.sums[..., 0] = -np.inf
+    return state
+
+
+def merge(states: Sequence[State], into: State | None = None) -> State:
+    """Attention over the keys of all states, which are merged in their order; `into` may be the first one."""
+    first = states[0]
+    if into is None:
+        into = State(first.out.copy(), first.sums.copy())
+    (host.merge_on_host if isinstance(first.out, np.ndarray) else gpu.merge_on_gpu)(states, into)
+    return into
+
+
+def finish(state: State, sinks: Any, out: Any, lse: Any) -> None:
+    """Write attention over all keys, and perhaps its lse, with `sinks` (..., Hq) let in; those of a state are not."""
+    on_host = isinstance(state.out, np.ndarray)
+    states = [state]
+    if sinks is not None:
+        states.append(host.sinks_on_host(sinks, state) if on_host else gpu.sinks_on_gpu(sinks, state))
+    (host.finish_on_host if on_host else gpu.finish_on_gpu)(states, out, lse)
+
+
+def results_for(problem: Problem, device: int, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Allocate the results that a call names and is not given."""
+    if device == HOST:
+        return results_on_host(problem, result_rows(problem), out, lse)
+    return gpu.results_for(problem, device, out, lse)
+
+
+def rows_of(state: State, rows: slice) -> State:
+    """View of the state of some queries."""
+    return State(state.out[..., rows, :], state.sums[..., rows, :])
+
