@@ -80,4 +80,3 @@ def results_for(problem: Problem, device: int, out: Any, lse: Any) -> tuple[Any,
 def rows_of(state: State, rows: slice) -> State:
     """View of the state of some queries."""
     return State(state.out[..., rows, :], state.sums[..., rows, :])
-

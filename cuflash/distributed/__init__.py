@@ -146,8 +146,9 @@ def attention(
             out_dtype=out_dtype,
         )  # fmt: skip
         _check_pairs(problem, infos, pairs)
-        common = _common(problem, infos) | {"layout": layout, "num_parts": num_parts}
-        common |= {"causal": str(causal), "query_offset": query_offset and int(query_offset)}
+        common: dict[str, Any] = {"layout": layout, "num_parts": int(num_parts), "causal": str(causal)}
+        common["query_offset"] = None if query_offset is None else int(query_offset)
+        common |= _common(problem, infos)
         columns = tuple(infos[name].shape[-1] for name in pairs)
         call = Call(problem.seqlen_q, problem.seqlen_k, columns, common)
     except (TypeError, ValueError) as raised:

@@ -48,7 +48,8 @@ def agree(link: Link, call: Call | None, error: Exception | None) -> list[Call]:
     Exception
         This rank's own error; ValueError if another rank has one, or calls differ. Then every rank raises.
     """
-    told: dict[str, Any] = {"error": f"{type(error).__name__}: {error}"[:MAX_MESSAGE]} if call is None else call._asdict()
+    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    told: dict[str, Any] = {"error": message} if call is None else call._asdict()
     text = json.dumps(told).encode()
     record = np.zeros(RECORD_BYTES, np.uint8)
     record[: len(text)] = np.frombuffer(text, np.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -53,7 +54,7 @@ def _cut(at: int, start: int, length: int, num_parts: int) -> list[Segment]:
     """Cut rows as evenly as can be, the longer ones first, as `numpy.array_split` does."""
     short, longer = divmod(length, num_parts)
     edges = [i * short + min(i, longer) for i in range(num_parts + 1)]
-    return [Segment(at + low, start + low, high - low) for low, high in zip(edges, edges[1:], strict=False)]
+    return [Segment(at + low, start + low, high - low) for low, high in pairwise(edges)]
 
 
 def meeting_order(part: int, num_parts: int) -> Iterator[int]:

@@ -45,8 +45,9 @@ class MpiLink:
             memory = x if isinstance(x, np.ndarray) else to_host(x)
             requests += [self._comm.Isend(piece, peer, TAG) for piece in _pieces(memory)]
             kept.append(memory)
-        peers = ", ".join(str(peer) for _, peer in receives) or "no rank"
-        return Exchange(self._mpi, requests, kept, stores, lambda: self._wait(requests, f"keys of rank {peers}"))
+        peers = ", ".join(str(peer) for peer in sorted({peer for _, peer in (*receives, *sends)}))
+        what = f"keys from or to rank {peers}"
+        return Exchange(self._mpi, requests, kept, stores, lambda: self._wait(requests, what))
 
     def _wait(self, requests: list[Any], what: str) -> None:
         """Wait for messages, TimeoutError if they don't come. Looks again and again, so that Ctrl-C gets through."""

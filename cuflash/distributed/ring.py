@@ -117,9 +117,7 @@ def _slabs(task: Task, segment: Segment) -> Iterator[Segment]:
         yield Segment(segment.at + begin, segment.start + begin, min(num_rows, segment.length - begin))
 
 
-def _attend(
-    task: Task, into: State, is_first: bool, rows: Segment, segment: Segment, seen: slice, keys: Keys
-) -> None:
+def _attend(task: Task, into: State, is_first: bool, rows: Segment, segment: Segment, seen: slice, keys: Keys) -> None:
     at = slice(rows.at, rows.at + rows.length)
     first_key = segment.start + seen.start - segment.at
     here = slice(seen.start - keys.at, seen.stop - keys.at)
@@ -161,12 +159,8 @@ def _begin(task: Task, link: Link, step: int) -> tuple[Any, Keys]:
     rows = _wanted(task, to, link.rank)
     sends = [(_contiguous(x[..., rows, :]), to) for x in (task.k, task.v)] if rows.start < rows.stop else []
     rows = _wanted(task, source=source, to=link.rank)
-    shape = (*task.k.shape[:-2], rows.stop - rows.start)
-    arriving = Keys(
-        _empty((*shape, task.k.shape[-1]), task.k, task.device),
-        _empty((*shape, task.v.shape[-1]), task.v, task.device),
-        rows.start,
-    )
+    k, v = (_empty_rows(x, rows.stop - rows.start, task.device) for x in (task.k, task.v))
+    arriving = Keys(k, v, rows.start)
     receives = [(x, source) for x in arriving[:2]] if rows.start < rows.stop else []
     return link.exchange(sends, receives), arriving
 
@@ -188,7 +182,6 @@ def _contiguous(x: Any) -> Any:
     return x if x.flags.c_contiguous else x.copy(order="C")
 
 
-def _empty(shape: tuple[int, ...], like: Any, device: int) -> Any:
-    if device == HOST:
-        return np.empty(shape, like.dtype)
-    return type(like)(shape, like.dtype)
+def _empty_rows(like: Any, num_rows: int, device: int) -> Any:
+    shape = (*like.shape[:-2], num_rows, like.shape[-1])
+    return np.empty(shape, like.dtype) if device == HOST else type(like)(shape, like.dtype)

@@ -22,3 +22,10 @@ def from_host(memory: np.ndarray, x: Any) -> None:
     with cupy.cuda.Device(x.device.id):
         x.set(memory)
         cupy.cuda.get_current_stream().synchronize()
+
+
+def on_gpu(x: np.ndarray) -> Any:
+    """Return a copy on the current GPU."""
+    import cupy
+
+    return cupy.asarray(x)

@@ -22,6 +22,18 @@ def communicator_of(comm: Any) -> Any:
     return own if communicator is not None and isinstance(own, communicator) else None
 
 
+def communicator_by_mpi(comm: Any) -> Any:
+    """Make an NCCL communicator of an mpi4py one; each rank takes the next GPU of its machine."""
+    import cupy
+    from cupy.cuda import nccl
+    from mpi4py import MPI
+
+    beside = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cupy.cuda.Device(beside.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    beside.Free()
+    return nccl.NcclCommunicator(comm.size, comm.bcast(nccl.get_unique_id() if comm.rank == 0 else None), comm.rank)
+
+
 class NcclLink:
     """Ranks of an NCCL communicator.
 

@@ -9,13 +9,13 @@ import numpy as np
 
 from ..plan.partial import PARTIAL_COLUMNS, partial_traits
 from ..plan.plan import make_plan
-from ..problem.arrays import DTYPES, ArrayInfo
+from ..problem.arrays import DTYPES, ArrayInfo, inspect
 from ..problem.problem import ARRAYS, Operand, Problem, alignment_of, result_rows
 from ..problem.states import State, writes_state
 from ..settings import settings
 from .compile import kernel_function
 from .launch import Launch, device_info
-from .merge import MAX_PARTS, plan_merge
+from .merge import MAX_PARTS, Merge, plan_merge
 from .workspace import Result, launch_merge
 
 
@@ -41,7 +41,7 @@ def results_for(problem: Problem, device_id: int, out: Any, lse: Any) -> tuple[A
 
 
 def attend_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], state: State, keys: tuple[int, int]) -> None:
-    """Compute a checked problem and write its state; `keys` are the place of its first key among all, and their number."""
+    """Compute a checked problem and write its state; `keys`: the place of its first key among all, and their number."""
     device_id = infos["q"].device
     problem = writes_state(problem._replace(traits=partial_traits(problem.traits)), state)
     launch = Launch(problem, make_plan(problem, device_info(device_id), settings()), device_id)
@@ -49,29 +49,29 @@ def attend_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], state: State, k
     pointers[_OUT], pointers[_LSE] = state.out.data.ptr, state.sums.data.ptr
     launch.run(pointers, state.out, state.sums)
     if "alibi_slopes" in infos:
-        _share_offset(problem, infos["alibi_slopes"].array, state.sums, keys)
+        import cupy
+
+        with cupy.cuda.Device(device_id):
+            share_offset(cupy, problem, infos["alibi_slopes"].array, state.sums, keys)
 
 
 _OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
 
 
-def _share_offset(problem: Problem, slopes: Any, sums: Any, keys: tuple[int, int]) -> None:
+def share_offset(xp: Any, problem: Problem, slopes: Any, sums: Any, keys: tuple[int, int]) -> None:
     """Give rows the offset that they have in front of all keys: that of the distance from the nearest one.
 
     A kernel takes off the distance from the nearest one of its own. The difference of the two is exact.
     """
-    import cupy
-
     start, total = keys
-    with cupy.cuda.Device(sums.device.id):
-        positions = cupy.arange(problem.seqlen_q) + (problem.query_offset or 0)
-        nearest = cupy.abs(positions - cupy.clip(positions, 0, max(problem.seqlen_k - 1, 0)))
-        positions += start
-        nearest_of_all = cupy.abs(positions - cupy.clip(positions, 0, max(total - 1, 0)))
-        slopes = cupy.asarray(slopes, sums.dtype)[..., cupy.newaxis]
-        sums[..., 0] -= slopes * (nearest - nearest_of_all)
-        limit = np.finfo(sums.dtype).max / 2
-        sums[..., 2] = cupy.clip(slopes * nearest_of_all, -limit, limit)
+    positions = xp.arange(problem.seqlen_q) + (problem.query_offset or 0)
+    nearest = xp.abs(positions - xp.clip(positions, 0, max(problem.seqlen_k - 1, 0)))
+    positions += start
+    nearest_of_all = xp.abs(positions - xp.clip(positions, 0, max(total - 1, 0)))
+    slopes = xp.asarray(slopes, sums.dtype)[..., np.newaxis]
+    sums[..., 0] -= slopes * (nearest - nearest_of_all).astype(sums.dtype)
+    limit = np.finfo(sums.dtype).max / 2
+    sums[..., 2] = xp.clip(slopes * nearest_of_all.astype(sums.dtype), -limit, limit)
 
 
 def merge_on_gpu(states: Sequence[State], into: State) -> None:
@@ -89,10 +89,15 @@ def sinks_on_gpu(sinks: Any, state: State) -> State:
     import cupy
 
     with cupy.cuda.Device(state.sums.device.id):
-        sums = cupy.ones_like(state.sums)
-        sums[..., 2] = state.sums[..., 2]
-        sums[..., 0] = cupy.asarray(sinks, sums.dtype)[..., cupy.newaxis] + sums[..., 2]
-        return State(cupy.broadcast_to(cupy.zeros((), sums.dtype), state.out.shape), sums)
+        return state_of_sinks(cupy, sinks, state)
+
+
+def state_of_sinks(xp: Any, sinks: Any, state: State) -> State:
+    """Return a state of no keys and one logit for each head, with the offset of another state."""
+    sums = xp.ones_like(state.sums)
+    sums[..., 2] = state.sums[..., 2]
+    sums[..., 0] = xp.asarray(sinks, sums.dtype)[..., np.newaxis] + sums[..., 2]
+    return State(xp.broadcast_to(xp.zeros((), sums.dtype), state.out.shape), sums)
 
 
 def _merge(states: Sequence[State], out: Any, sums: Any) -> None:
@@ -102,21 +107,28 @@ def _merge(states: Sequence[State], out: Any, sums: Any) -> None:
         first = empty_state(states[0].out.shape, states[0].out.dtype.name, out.device.id)
         _merge(states[:MAX_PARTS], first.out, first.sums)
         return _merge([first, *states[MAX_PARTS:]], out, sums)
-    outs, all_sums = [x.out for x in states], [x.sums for x in states]
-    rows, width = out.shape[:-1], out.shape[-1]
-    merge = plan_merge(
-        rows, width, _operands(outs), _operands(all_sums), _operand(out), None if sums is None else _operand(sums),
-        len(states), None,
-    )  # fmt: skip
+    outs, all_sums = [_info(x.out) for x in states], [_info(x.sums) for x in states]
+    result, result_sums = _info(out), None if sums is None else _info(sums)
+    merge = merge_of_states(outs, all_sums, result, result_sums)
     with cupy.cuda.Device(out.device.id):
         function = kernel_function(merge.program, out.device.id)
-        at = [[x.data.ptr for x in arrays] for arrays in (outs, all_sums)]
-        launch_merge(function, merge, *at, out.data.ptr, 0 if sums is None else sums.data.ptr)
+        at = [x.pointer for x in outs], [x.pointer for x in all_sums]
+        launch_merge(function, merge, *at, result.pointer, result_sums.pointer if result_sums else 0)
 
 
-def _operands(arrays: list[Any]) -> list[Operand]:
-    return [_operand(x) for x in arrays]
+def merge_of_states(
+    outs: Sequence[ArrayInfo], all_sums: Sequence[ArrayInfo], out: ArrayInfo, sums: ArrayInfo | None
+) -> Merge:
+    """How states are merged into another one, or into results, whose `sums` are an lse."""
+    operands = [[_operand(x) for x in infos] for infos in (outs, all_sums)]
+    return plan_merge(
+        out.shape[:-1], out.shape[-1], *operands, _operand(out), _operand(sums) if sums else None, len(outs), None
+    )
 
 
-def _operand(x: Any) -> Operand:
-    return Operand(x.dtype.name, x.strides, alignment_of(x.data.ptr, x.shape, x.strides))
+def _info(x: Any) -> ArrayInfo:
+    return inspect("state", x)
+
+
+def _operand(x: ArrayInfo) -> Operand:
+    return Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides))

@@ -288,12 +288,13 @@ class Emulator:
         chosen = problem.cache is not None and (problem.cache.num_splits or problem.cache.split_size)
         plan = make_plan(problem, self.device, self.settings, None if chosen else self.num_splits)
         rows = result_rows(problem)
+        sums = rows if lse is None else lse.shape  # of a state its rows have columns
         spans = {name: span(info) for name, info in infos.items()}
         traits, strides = problem.traits, problem.strides
         if strides.out is not None:
             out, spans["out"] = new_result((*rows, traits.head_dim_v), traits.out_dtype, strides.out, out)
         if strides.lse is not None:
-            lse, spans["lse"] = new_result(rows, traits.lse_dtype, strides.lse, lse)
+            lse, spans["lse"] = new_result(sums, traits.lse_dtype, strides.lse, lse)
         pointers = [spans[name][0] if name in spans else 0 for name in ARRAYS]
         if plan.append is not None:
             self._append(problem, plan, pointers, spans)
