@@ -42,7 +42,7 @@ def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[lis
     firsts = [length - length // 2 for length in lengths]
     first_starts, after = np.cumsum([0, *firsts]), np.cumsum([0, *(length // 2 for length in reversed(lengths))])
     second_starts = (sum(firsts) + after[:-1])[::-1]
-    ranks = []
+    ranks: list[list[Part]] = []
     for length, first, first_start, second_start in zip(lengths, firsts, first_starts, second_starts, strict=False):
         low = _cut(0, int(first_start), first, num_parts)
         high = _cut(first, int(second_start), length - first, num_parts)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.arrays import HOST, ITEMSIZE
-from ..states import State, attend, merge, no_keys, rows_of
+from ..problem.states import State
+from ..states import attend, merge, no_keys, rows_of
 from .agree import Link
 from .layout import Part, Segment, meeting_order, seen_keys
 

@@ -120,10 +120,9 @@ def merge_of_states(
     outs: Sequence[ArrayInfo], all_sums: Sequence[ArrayInfo], out: ArrayInfo, sums: ArrayInfo | None
 ) -> Merge:
     """How states are merged into another one, or into results, whose `sums` are an lse."""
-    operands = [[_operand(x) for x in infos] for infos in (outs, all_sums)]
-    return plan_merge(
-        out.shape[:-1], out.shape[-1], *operands, _operand(out), _operand(sums) if sums else None, len(outs), None
-    )
+    merged = [_operand(x) for x in outs], [_operand(x) for x in all_sums]
+    result, result_sums = _operand(out), _operand(sums) if sums else None
+    return plan_merge(out.shape[:-1], out.shape[-1], *merged, result, result_sums, len(outs), None)
 
 
 def _info(x: Any) -> ArrayInfo:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def together(emulator: Emulator, edges: list[int], *arrays: np.ndarray, **option
     q, k, v = arrays
     offset, sinks = options.pop("query_offset", k.shape[-2] - q.shape[-2]), options.pop("sinks", None)
     state: State | None = None
-    for start, stop in zip(edges, edges[1:], strict=False):
+    for start, stop in pairwise(edges):
         here = slice(start, stop)
         keys, options["query_offset"] = (start, k.shape[-2]), offset - start
         found = attend(emulator, keys, q, k[..., here, :], v[..., here, :], **options)
