@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ..gpu.copies import use_device
 from ..gpu.nccl import NcclLink, communicator_of
 from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, inspect
-from ..problem.checks import optional_array, parse_causal, parse_integer
+from ..problem.checks import clamp_offset, optional_array, parse_causal, parse_integer
 from ..problem.describe import describe_attention
 from ..problem.problem import Problem
 from ..problem.signatures import Causal, FloatDtype, Precision, Real, Window
@@ -19,6 +20,8 @@ from ..states import finish, results_for
 from .agree import Call, Link, agree
 from .layout import LAYOUTS, Layout, parts_of, shard, unshard
 from .ring import Task, walk
+
+MAX_PARTS = 4096
 
 __all__ = ["attention", "shard", "unshard"]
 
@@ -145,13 +148,14 @@ def attention(
             alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse,
             out_dtype=out_dtype,
         )  # fmt: skip
+        _check_device(infos["q"].device, link)
         _check_pairs(problem, infos, pairs)
         common: dict[str, Any] = {"layout": layout, "num_parts": int(num_parts), "causal": str(causal)}
-        common["query_offset"] = None if query_offset is None else int(query_offset)
+        common["query_offset"] = None if query_offset is None else clamp_offset(int(query_offset))
         common |= _common(problem, infos)
         columns = tuple(infos[name].shape[-1] for name in pairs)
         call = Call(problem.seqlen_q, problem.seqlen_k, columns, common)
-    except (TypeError, ValueError) as raised:
+    except Exception as raised:  # which the other ranks must hear of, whatever it is
         error = raised
     calls = agree(link, call, error)
     lengths_q, lengths_k = [x.seqlen_q for x in calls], [x.seqlen_k for x in calls]
@@ -174,11 +178,12 @@ def attention(
         device=infos["q"].device,
         dtype=problem.traits.dtype,
     )
-    state = walk(task, link)
-    new_out, new_lse = results_for(problem, task.device, out, lse)
-    views = [given if name not in infos else infos[name].array for name, given in (("out", new_out), ("lse", new_lse))]
-    views = [x if x is None or not problem.is_2d else x[None] for x in views]
-    finish(state, None if sinks is None else infos["sinks"].array, *views)
+    with use_device(task.device):
+        state = walk(task, link)
+        new_out, new_lse = results_for(problem, task.device, out, lse)
+        written = infos["out"].array if "out" in infos else new_out, infos["lse"].array if "lse" in infos else new_lse
+        views = [x if x is None or not problem.is_2d else x[None] for x in written]
+        finish(state, None if sinks is None else infos["sinks"].array, *views)
     return new_out if new_lse is None else (new_out, new_lse)
 
 
@@ -201,10 +206,19 @@ def _link(comm: Any, timeout: float | None) -> Link:
 def _check_layout(layout: Any, num_parts: Any, query_offset: Any) -> None:
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
-    if parse_integer("num_parts", num_parts, "a positive int") < 1:
-        raise ValueError(f"num_parts is {num_parts}, expected a positive int")
+    if not 1 <= parse_integer("num_parts", num_parts, f"an int from 1 to {MAX_PARTS}") <= MAX_PARTS:
+        raise ValueError(f"num_parts is {num_parts}, expected an int from 1 to {MAX_PARTS}")
     if query_offset is not None:
         parse_integer("query_offset", query_offset, "an int, the same for all batches and ranks")
+
+
+def _check_device(device: int, link: Link) -> None:
+    if link.device is not None and device == HOST:
+        raise TypeError(
+            "q is a NumPy array, expected a GPU array: NCCL connects GPUs; an mpi4py communicator takes both"
+        )
+    if link.device is not None and device != link.device:
+        raise ValueError(f"q is on GPU {device}, expected GPU {link.device}, which the communicator was made for")
 
 
 def _check_pairs(problem: Problem, infos: dict[str, ArrayInfo], pairs: dict[str, Any]) -> None:

@@ -18,6 +18,8 @@ class Link(Protocol):
 
     rank: int
     size: int
+    device: int | None
+    """GPU that arrays have to be on, if there is one."""
 
     def gather(self, record: np.ndarray) -> np.ndarray:
         """Return the records (size, bytes) of all ranks, given one's own; waits for all."""
@@ -48,7 +50,7 @@ def agree(link: Link, call: Call | None, error: Exception | None) -> list[Call]:
     Exception
         This rank's own error; ValueError if another rank has one, or calls differ. Then every rank raises.
     """
-    message = f"{type(error).__name__}: {error}"[:MAX_MESSAGE]
+    message = f"{type(error).__name__}: {error}".encode("ascii", "replace")[:MAX_MESSAGE].decode()
     told: dict[str, Any] = {"error": message} if call is None else call._asdict()
     text = json.dumps(told).encode()
     record = np.zeros(RECORD_BYTES, np.uint8)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+
+from ..problem.arrays import HOST
 
 
 def to_host(x: Any) -> np.ndarray:
@@ -29,3 +32,13 @@ def on_gpu(x: np.ndarray) -> Any:
     import cupy
 
     return cupy.asarray(x)
+
+
+def use_device(device_id: int) -> AbstractContextManager[Any]:
+    """Return a context in which a GPU is the current one; of NumPy arrays' device, one that changes nothing."""
+    if device_id == HOST:
+        return nullcontext()
+    import cupy
+
+    device: AbstractContextManager[Any] = cupy.cuda.Device(device_id)
+    return device

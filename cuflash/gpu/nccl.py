@@ -47,7 +47,8 @@ class NcclLink:
         self._cupy, self._comm, self._timeout = cupy, communicator, timeout
         self.rank: int = communicator.rank_id()
         self.size: int = communicator.size()
-        self._device = cupy.cuda.Device(communicator.device_id())
+        self.device: int | None = communicator.device_id()
+        self._device = cupy.cuda.Device(self.device)
         with self._device:
             self._stream = cupy.cuda.Stream(non_blocking=True)
 
@@ -89,18 +90,19 @@ class NcclLink:
                 for x, peer in receives:
                     self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
                 nccl.groupEnd()
-            return Exchange(self._cupy, self._stream.record(), [x for x, _ in (*sends, *receives)])
+            return Exchange(self._cupy, self._device, self._stream.record(), [x for x, _ in (*sends, *receives)])
 
 
 class Exchange:
     """Messages on their way, and the memory that they need."""
 
-    def __init__(self, cupy: Any, arrived: Any, kept: list[Any]) -> None:
-        self._cupy, self._arrived, self._kept = cupy, arrived, kept
+    def __init__(self, cupy: Any, device: Any, arrived: Any, kept: list[Any]) -> None:
+        self._cupy, self._device, self._arrived, self._kept = cupy, device, arrived, kept
 
     def progress(self) -> None:
         """Nothing is needed: the GPU works by itself."""
 
     def wait(self) -> None:
         """Let the current stream wait until all has been sent and received; the host does not."""
-        self._cupy.cuda.get_current_stream().wait_event(self._arrived)
+        with self._device:
+            self._cupy.cuda.get_current_stream().wait_event(self._arrived)

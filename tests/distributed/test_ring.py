@@ -245,7 +245,7 @@ def test_out_dtype(rng: np.random.Generator) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "layout": ({"layout": "round"}, ValueError, "layout is 'round', expected 'contiguous' or 'zigzag'"),
-    "num_parts": ({"num_parts": 0}, ValueError, "num_parts is 0, expected a positive int"),
+    "num_parts": ({"num_parts": 0}, ValueError, "num_parts is 0, expected an int from 1 to 4096"),
     "query_offset": ({"query_offset": np.array([1, 2])}, TypeError, "query_offset is"),
     "causal": ({"causal": None}, TypeError, "causal is None"),
     "window": ({"window": (-1, 0)}, ValueError, "window"),

@@ -16,6 +16,7 @@ class ThreadLink:
 
     def __init__(self, rank: int, size: int, shared: dict[Any, Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._shared, self._barrier, self._step = rank, size, shared, barrier, 0
+        self.device = None
         self.sent: list[tuple[int, int]] = []
         """Rank and bytes."""
 
