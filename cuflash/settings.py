@@ -7,6 +7,8 @@ a call's bookkeeping. The others are read when they are needed. A value that no 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -49,13 +51,26 @@ def num_threads(useful: int | None = None) -> int:
         if not text.isdecimal() or int(text) < 1:
             raise ValueError(f"CUFLASH_NUM_THREADS is {text!r}, expected a positive int")
         limit = int(text)
-    elif useful == 1:
+    elif useful == 1 or _alone.get():
         limit = 1  # without asking the system
     elif hasattr(os, "sched_getaffinity"):
         limit = len(os.sched_getaffinity(0))
     else:
         limit = os.cpu_count() or 1
     return limit if useful is None else min(limit, useful)
+
+
+_alone: ContextVar[bool] = ContextVar("cuflash_alone", default=False)
+
+
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let calls of NumPy arrays inside use one thread, unless CUFLASH_NUM_THREADS says otherwise."""
+    token = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(token)
 
 
 class Settings(NamedTuple):

@@ -214,9 +214,7 @@ def _check_layout(layout: Any, num_parts: Any, query_offset: Any) -> None:
 
 def _check_device(device: int, link: Link) -> None:
     if link.device is not None and device == HOST:
-        raise TypeError(
-            "q is a NumPy array, expected a GPU array: NCCL connects GPUs; an mpi4py communicator takes both"
-        )
+        raise TypeError("q is a NumPy array, expected a GPU array: comm is NCCL's; one of mpi4py takes both")
     if link.device is not None and device != link.device:
         raise ValueError(f"q is on GPU {device}, expected GPU {link.device}, which the communicator was made for")
 

@@ -26,7 +26,7 @@ class MpiLink:
         self._comm, self._mpi, self._timeout = comm, MPI, timeout
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
-        self.device = None
+        self.device: int | None = None
 
     def gather(self, record: np.ndarray) -> np.ndarray:
         """Return the records of all ranks, given one's own."""

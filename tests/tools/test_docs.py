@@ -16,6 +16,8 @@ from types import ModuleType
 import pytest
 
 import cuflash
+import cuflash.dask
+import cuflash.distributed
 import cuflash.reference
 import cuflash.testing
 
@@ -60,7 +62,11 @@ def test_examples_print_what_they_say(path: Path) -> None:
     assert not doctest.DocTestRunner().run(test).failed
 
 
-@pytest.mark.parametrize("module", [cuflash, cuflash.reference, cuflash.testing], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module",
+    [cuflash, cuflash.reference, cuflash.testing, cuflash.distributed, cuflash.dask],
+    ids=lambda module: module.__name__,
+)
 def test_docstrings_print_what_they_say(module: ModuleType) -> None:
     for name, value in vars(module).items():
         if not getattr(value, "__module__", "").startswith("cuflash"):
@@ -91,6 +97,8 @@ def test_site_has_every_page(site: Path) -> None:
 def test_site_describes_everything_public_and_nothing_else(site: Path) -> None:
     public = {f"cuflash.{name}": getattr(cuflash, name) for name in cuflash.__all__ if name != "reference"}
     public |= {f"cuflash.testing.{name}": getattr(cuflash.testing, name) for name in cuflash.testing.__all__}
+    public |= {f"cuflash.distributed.{name}": getattr(cuflash.distributed, name) for name in dir(cuflash.distributed)}
+    public["cuflash.dask.attention"] = cuflash.dask.attention
     for name, value in vars(cuflash.reference).items():
         if isfunction(value) and value.__module__.startswith("cuflash.") and not name.startswith("_"):
             public[f"cuflash.reference.{name}"] = value
