@@ -17,8 +17,8 @@ from ..states import attend, merge, no_keys, rows_of
 from .agree import Link
 from .layout import Part, Segment, meeting_order, seen_keys
 
-SCRATCH_BYTES = 2**26
-"""Of the state of the queries that meet some keys at a time."""
+SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
+"""Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
 MIN_ROWS = 1024
 
 
@@ -113,7 +113,8 @@ def _slabs(task: Task, segment: Segment) -> Iterator[Segment]:
     row_bytes = task.v.shape[-1] * max(ITEMSIZE[task.dtype], 4)
     for length in task.q.shape[:-2]:
         row_bytes *= length
-    num_rows = max(MIN_ROWS, SCRATCH_BYTES // max(row_bytes, 1))
+    scratch_bytes = SCRATCH_BYTES_ON_HOST if task.device == HOST else SCRATCH_BYTES_ON_GPU
+    num_rows = max(MIN_ROWS, scratch_bytes // max(row_bytes, 1))
     for begin in range(0, segment.length, num_rows):
         yield Segment(segment.at + begin, segment.start + begin, min(num_rows, segment.length - begin))
 

@@ -339,3 +339,55 @@ def test_shard_and_unshard(rng: np.random.Generator) -> None:
         shard(x, 0, 2, layout="round")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="layout is 'round'"):
         unshard([x], layout="round")  # type: ignore[arg-type]
+
+
+def test_nothing_at_all() -> None:
+    for shape in ((0, 5, 8), (2, 0, 8), (0, 2, 5, 8)):
+        x = np.ones(shape)
+        found, _ = run_ranks(2, lambda rank, comm, x=x: distributed.attention(x, x, x, comm, causal=True))
+        assert [out.shape for out in found] == [shape] * 2
+
+
+def test_queries_without_keys() -> None:
+    q, k = np.ones((2, 5, 8)), np.ones((2, 0, 8))
+    found, _ = run_ranks(2, lambda rank, comm: distributed.attention(q, k, k, comm, return_lse=True))
+    for out, lse in found:
+        assert (out == 0).all() and np.isneginf(lse).all()
+
+
+def test_long_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ranks tell each other has a fixed size, whatever they say."""
+    x = np.ones((2, 5, 8))
+
+    def fail(*arrays: Any, **options: Any) -> Any:
+        if options["causal"]:
+            raise ValueError('ä"\\' * 2000)
+        return describe(*arrays, **options)
+
+    describe = distributed.describe_attention
+    monkeypatch.setattr(distributed, "describe_attention", fail)
+    found, _ = run_ranks(2, lambda rank, comm: distributed.attention(x, x, x, comm, causal=rank == 1))
+    assert str(found[0]).startswith("rank 1 raised ValueError: ?") and len(str(found[0])) < 900
+    assert len(str(found[1])) == 6000
+
+
+def test_numpy_arrays_do_not_go_by_nccl() -> None:
+    x = np.ones((2, 5, 8))
+
+    def call(rank: int, comm: Any) -> Any:
+        comm.device = 0
+        return distributed.attention(x, x, x, comm)
+
+    for error in run_ranks(2, call)[0]:
+        assert type(error) is TypeError and "q is a NumPy array, expected a GPU array" in str(error)
+
+
+def test_slabs_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Rows of a part that meet its keys piece by piece."""
+    from cuflash.distributed import ring
+
+    arrays = [draw(rng, "float64", 2, 90, 8) for _ in range(3)]
+    monkeypatch.setattr(ring, "SCRATCH_BYTES_ON_HOST", 1)
+    monkeypatch.setattr(ring, "MIN_ROWS", 7)
+    found = together(*arrays, 2, "zigzag", causal=True, alibi_slopes=np.array([0.5, 0.1]))
+    assert_right("float64", found, arrays, causal=True, alibi_slopes=np.array([0.5, 0.1]))
