@@ -8,20 +8,23 @@ import numbers
 import struct
 import sys
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense, log, lse
+from cuflash import dense, log, lse, states
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu import launch, workspace
+from cuflash.gpu import states as gpu_states
 from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.describe import describe_attention, describe_attention_lse
 from cuflash.problem.describe_cache import describe_kv_cache
+from cuflash.problem.states import State
 from cuflash.settings import AUTOMATIC
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
@@ -168,6 +171,36 @@ def test_splits_without_values_have_sums_alone_in_the_workspace(launched: Launch
     assert call.run([1, 2, 0, 0, 500] + [0] * 11, None, out, scratch) is out
     at = 1 << 45
     assert [pointers for *_, pointers in launched] == [[1, 2, 0, at, at], [at, at, 0, 500]]
+
+
+def _state(rows: tuple[int, ...], width: int, place: int) -> State:
+    out, sums = _array((*rows, width), np.float32, "contiguous"), _array((*rows, 3), np.float32, "contiguous")
+    return State(cupy.ndarray(out.shape, "f", out.data + place), cupy.ndarray(sums.shape, "f", out.data + place + 64))
+
+
+def test_states_are_written_where_they_belong(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel itself, or by what merges its splits; merged states go where the first one is."""
+    monkeypatch.setattr(cupy.cuda, "Device", lambda device_id: nullcontext())
+    monkeypatch.setattr(cupy.cuda.runtime, "getDevice", lambda: 0)
+    monkeypatch.setattr(gpu_states, "kernel_function", launch.kernel_function)
+    monkeypatch.setattr(gpu_states, "device_info", lambda device_id: device_of(90))
+    monkeypatch.setattr(cupy, "empty", lambda size, dtype: _array((size,), dtype, "contiguous"))
+    monkeypatch.setattr(workspace, "is_capturing", lambda cupy: False)
+    keys, base = _array((2, 4, 9000, 64), np.float16, "contiguous"), 1 << 30
+    for seqlen_q in (2000, 1):
+        q, state = _array((2, 4, seqlen_q, 64), np.float16, "contiguous"), _state((2, 4, seqlen_q), 64, 4096)
+        found = states.attend(q, keys, keys, into=state, window=(None, 5), query_offset=8990)
+        assert found is state
+        *_, (kernel, _, pointers) = launched
+        results = pointers[2:] if kernel == "merge" else pointers[3:]
+        assert (kernel == "merge") == (seqlen_q == 1) and results == [base + 4096, base + 4096 + 64]
+        other = _state((2, 4, seqlen_q), 64, 8192)
+        assert states.merge([state, other], state) is state
+        assert launched[-1][0] == "merge"
+        out, lse = _array((2, 4, seqlen_q, 64), np.float16, "contiguous"), _array((2, 4, seqlen_q), "f", "contiguous")
+        states.finish(state, None, out, lse)
+        states.finish(state, None, out, None)
+    assert [kernel for kernel, *_ in launched].count("merge") == 7
 
 
 class _Changing:
