@@ -1,4 +1,4 @@
-"""What tests let several processes do: mpiexec -n 2 python ranks.py TASK. Prints what the test looks for."""
+"""What tests let several processes do: mpiexec -n 2 python program.py TASK. Prints what the test looks for."""
 
 from __future__ import annotations
 

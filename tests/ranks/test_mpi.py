@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("mpi4py")
 
-RANKS = Path(__file__).parent / "ranks.py"
+PROGRAM = Path(__file__).parent / "program.py"
 MPIEXEC = shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
 pytestmark = pytest.mark.skipif(MPIEXEC is None, reason="mpiexec is not installed")
 
@@ -27,7 +27,7 @@ def mpiexec(size: int, *arguments: str, seconds: float = 60) -> subprocess.Compl
 
 
 def ranks(size: int, task: str) -> str:
-    found = mpiexec(size, str(RANKS), task)
+    found = mpiexec(size, str(PROGRAM), task)
     assert found.returncode == 0, found.stderr
     return found.stdout
 
@@ -55,7 +55,7 @@ def test_keys_that_do_not_come() -> None:
 
 
 def test_a_process_that_ends() -> None:
-    found = mpiexec(2, str(RANKS), "dies")
+    found = mpiexec(2, str(PROGRAM), "dies")
     assert found.returncode != 0 and "went on" not in found.stdout
 
 
