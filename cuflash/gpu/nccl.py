@@ -97,7 +97,7 @@ class Exchange:
     """Messages on their way, and the memory that they need."""
 
     def __init__(self, cupy: Any, device: Any, arrived: Any, kept: list[Any]) -> None:
-        self._cupy, self._device, self._arrived, self._kept = cupy, device, arrived, kept
+        self._cupy, self._device, self.arrived, self._kept = cupy, device, arrived, kept
 
     def progress(self) -> None:
         """Nothing is needed: the GPU works by itself."""
@@ -105,4 +105,4 @@ class Exchange:
     def wait(self) -> None:
         """Let the current stream wait until all has been sent and received; the host does not."""
         with self._device:
-            self._cupy.cuda.get_current_stream().wait_event(self._arrived)
+            self._cupy.cuda.get_current_stream().wait_event(self.arrived)
