@@ -17,26 +17,36 @@ from .problem.states import State
 
 
 def attend(
-    q: Any, k: Any, v: Any, *, keys: tuple[int, int] | None = None, into: State | None = None, **options: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    keys: tuple[int, int] | None = None,
+    query_offset: int | None = None,
+    into: State | None = None,
+    **options: Any,
 ) -> State:
     """Attention over some of the keys.
 
     Parameters
     ----------
     q, k, v, **options
-        Those of `cuflash.attention`, without `sinks` and what names results. `query_offset` counts from the first of
-        these keys.
+        Those of `cuflash.attention`, without `sinks` and what names results.
+    query_offset : int, optional
+        Position of the first query, counted from the first of these keys.
     keys : (start, total), optional
         Place of the first of these keys among all, and the number of all. By default these are all.
     into : State, optional
         Memory for the result.
     """
-    problem, infos = describe_attention(q, k, v, return_lse=True, **options)
+    problem, infos = describe_attention(q, k, v, query_offset=query_offset, return_lse=True, **options)
+    if query_offset is not None:  # not clamped to the range of that of whole calls
+        problem = problem._replace(query_offset=query_offset)
     traits, device = problem.traits, infos["q"].device
     shape = (*problem.batch, problem.num_heads_q, problem.seqlen_q, traits.head_dim_v)
     if device == HOST:
-        state = host.empty_state(shape, traits.lse_dtype) if into is None else into
-        host.attend_on_host(problem, infos, state)
+        state = host.empty_state(shape) if into is None else into
+        host.attend_on_host(problem, infos, state, keys or (0, problem.seqlen_k))
     else:
         state = gpu.empty_state(shape, traits.lse_dtype, device) if into is None else into
         gpu.attend_on_gpu(problem, infos, state, keys or (0, problem.seqlen_k))
@@ -46,7 +56,7 @@ def attend(
 def no_keys(shape: tuple[int, ...], dtype: str, device: int) -> State:
     """Return the state of queries that have seen nothing, with an output of that shape."""
     lse_dtype = "float64" if dtype == "float64" else "float32"
-    state = host.empty_state(shape, lse_dtype) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
+    state = host.empty_state(shape) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
     state.out[...], state.sums[...] = 0, 0
     state.sums[..., 0] = -np.inf
     return state
@@ -63,11 +73,10 @@ def merge(states: Sequence[State], into: State | None = None) -> State:
 
 def finish(state: State, sinks: Any, out: Any, lse: Any) -> None:
     """Write attention over all keys, and perhaps its lse, with `sinks` (..., Hq) let in; those of a state are not."""
-    on_host = isinstance(state.out, np.ndarray)
-    states = [state]
-    if sinks is not None:
-        states.append(host.sinks_on_host(sinks, state) if on_host else gpu.sinks_on_gpu(sinks, state))
-    (host.finish_on_host if on_host else gpu.finish_on_gpu)(states, out, lse)
+    if isinstance(state.out, np.ndarray):
+        host.finish_on_host(state, sinks, out, lse)
+    else:
+        gpu.finish_on_gpu(state, sinks, out, lse)
 
 
 def results_for(problem: Problem, device: int, out: Any, lse: Any) -> tuple[Any, Any]:

@@ -54,8 +54,8 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
     arrays : mapping of str to ndarray or None
         Views broadcast to the problem's axes: q (*batch, Hq, Nq, D), k (*batch, Hkv, Nk, D), v (*batch, Hkv, Nk, Dv),
         out (*batch, Hq, Nq, Dv), lse (*batch, Hq, Nq), bias and mask (*batch, Hq, Nq, Nk), alibi_slopes and sinks
-        (*batch, Hq), query_offset (*batch). out and lse are written; lse and the options may be None. For a state, out
-        is in the type of the computation, and sums (*batch, Hq, Nq, 2) of float64 are in the place of lse.
+        (*batch, Hq), query_offset (*batch). out and lse are written; lse and the options may be None. For a state
+        sums (*batch, Hq, Nq, 3) are in the place of lse, and out is float64, too.
 
     Returns
     -------
@@ -309,35 +309,53 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
     peak, total, values = result.peak.reshape(shape), result.total.reshape(shape), result.values.reshape(*shape, -1)
     where: Any = True if which is None else which.reshape(shape)
     rows: Any = True if which is None else where[..., np.newaxis]
+    if sequence.lse is not None and sequence.lse.ndim == out.ndim:
+        sums = np.stack([_nearest(peak.astype(np.float64), block), total, np.zeros(shape)], axis=-1)
+        np.copyto(block.of_rows(sequence.lse), sums, where=rows)
+        np.copyto(out, values, where=rows)
+        return
     # Rows without a key have values of 0.
     divisor = np.maximum(total, TINY)
-    if sequence.lse is not None and sequence.lse.ndim == sequence.out.ndim:
-        peak = _without_distance(peak.astype(np.float64), block)
-        sums = np.stack([np.where(total == 0, -np.inf, peak), total], axis=-1)
-        np.copyto(block.of_rows(sequence.lse), sums, where=rows)
-    elif sequence.lse is not None or sequence.sinks is not None:
-        total, peak = total.astype(np.float64), _without_distance(peak.astype(np.float64), block)
-        lse = np.where(total == 0, -np.inf, peak + np.log(total))
-        if sequence.sinks is not None:
-            sinks = block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
-            top = np.maximum(peak, sinks)
-            # An infinite sink takes all the weight.
-            share, sink = np.exp(peak - top), np.exp(np.where(sinks == top, 0.0, sinks - top))
-            # In float64: a sink far above the logits makes it large. Whatever the sink is, rows without a key are 0.
-            divisor = np.where(total == 0, 1.0, total + sink / share)
-            lse = np.where(total == 0, sinks, top + np.log(total * share + sink))
+    if sequence.lse is not None or sequence.sinks is not None:
+        total, peak = total.astype(np.float64), peak.astype(np.float64)
+        if sequence.alibi_slopes is not None and block.distance:
+            peak -= (block.of_heads(sequence.alibi_slopes).astype(np.float64) * block.distance)[..., np.newaxis]
+        sinks = None if sequence.sinks is None else block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
+        divisor, lse = close_rows(total, peak, sinks)
         if sequence.lse is not None:
             if which is not None or sequence.alibi_slopes is not None:
-                # What is finite in float64 is no sign of a row without a key, even if float32 cannot hold it.
-                limit = np.finfo(sequence.lse.dtype).max
-                lse = np.where((total > 0) & np.isfinite(lse), np.clip(lse, -limit, limit), lse)
+                lse = bounded_lse(total, lse, sequence.lse.dtype)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
     np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")
 
 
-def _without_distance(peak: Array, block: Block) -> Array:
-    """Take off what ALiBi adds to all pairs of a block alike, which its logits were computed without."""
-    slopes = block.sequence.alibi_slopes
-    if slopes is None or not block.distance:
+def close_rows(total: Array, peak: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Let sinks in; return what sums of weighted values are to be divided by, and the lse. All in float64."""
+    if sinks is None:
+        return np.maximum(total, TINY), np.where(total == 0, -np.inf, peak + np.log(total))
+    top = np.maximum(peak, sinks)
+    # An infinite sink takes all the weight.
+    share, sink = np.exp(peak - top), np.exp(np.where(sinks == top, 0.0, sinks - top))
+    # In float64: a sink far above the logits makes it large. Whatever the sink is, rows without a key are 0.
+    divisor = np.where(total == 0, 1.0, total + sink / share)
+    return divisor, np.where(total == 0, sinks, top + np.log(total * share + sink))
+
+
+def bounded_lse(total: Array, lse: Array, dtype: np.dtype[Any]) -> Array:
+    """Bring an lse into the range of its type: what is finite in float64 is no sign of a row without a key."""
+    limit = np.finfo(dtype).max
+    bounded: Array = np.where((total > 0) & np.isfinite(lse), np.clip(lse, -limit, limit), lse)
+    return bounded
+
+
+def _nearest(peak: Array, block: Block) -> Array:
+    """Return the largest logits, lower by ALiBi's share of the distance from the nearest of all keys alone."""
+    sequence = block.sequence
+    if sequence.alibi_slopes is None:
         return peak
-    return peak - (block.of_heads(slopes).astype(np.float64) * block.distance)[..., np.newaxis]
+    rows = block.part.rows
+    positions = np.arange(rows.start, rows.stop) + sequence.offset
+    nearest = np.abs(positions - np.clip(positions, 0, max(sequence.k.shape[-2] - 1, 0)))
+    slopes = block.of_heads(sequence.alibi_slopes).astype(np.float64)[..., np.newaxis]
+    lower: Array = peak - slopes * (block.distance - nearest)
+    return lower

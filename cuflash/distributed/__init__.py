@@ -5,25 +5,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from ..cpu.execute import check_settings
 from ..gpu.copies import use_device
 from ..gpu.nccl import NcclLink, communicator_of
 from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, inspect
-from ..problem.checks import clamp_offset, optional_array, parse_causal, parse_integer
+from ..problem.checks import check_apart, clamp_offset, optional_array, parse_causal, parse_integer
 from ..problem.describe import describe_attention
 from ..problem.problem import Problem
-from ..problem.signatures import Causal, FloatDtype, Precision, Real, Window
+from ..problem.signatures import Causal, FloatDtype, Precision, Window, check_options
+from ..problem.signatures import Real as RealLike
+from ..settings import settings
 from ..states import finish, results_for
-from .agree import Call, Link, agree
+from .agree import Call, Link, agree, record_of
 from .layout import LAYOUTS, Layout, parts_of, shard, unshard
 from .ring import Task, walk
 
-MAX_PARTS = 4096
-
 __all__ = ["attention", "shard", "unshard"]
+
+MAX_PARTS = 4096
+TIMEOUT = 1800.0
+"""Seconds."""
 
 
 def __dir__() -> list[str]:
@@ -38,14 +46,14 @@ def attention(
     *,
     layout: Layout = "contiguous",
     num_parts: int = 1,
-    timeout: float | None = 1800.0,
+    timeout: float | None = TIMEOUT,
     causal: Causal = False,
     window: Window | None = None,
     query_offset: int | None = None,
-    scale: Real | None = None,
+    scale: RealLike | None = None,
     bias: Any = None,
     mask: Any = None,
-    softcap: Real | None = None,
+    softcap: RealLike | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
     precision: Precision | None = None,
@@ -53,6 +61,7 @@ def attention(
     out: Any = None,
     lse: Any = None,
     out_dtype: FloatDtype | None = None,
+    **unknown: Any,
 ) -> Any:
     r"""Attention over the keys of all ranks, for the queries of this one.
 
@@ -104,6 +113,9 @@ def attention(
     TypeError, ValueError
         As for `cuflash.attention`; also where ranks differ in dtype, heads, features or options. If one rank raises
         before keys travel, all do.
+    RuntimeError
+        Another rank has raised an error while keys travelled, or an earlier call with this communicator has ended so:
+        make another one.
     TimeoutError
         Another rank has not come, or not sent its keys, within `timeout`.
 
@@ -116,8 +128,9 @@ def attention(
     -----
     Each part of queries meets the parts of keys in a fixed order: its own, then each from the one before. Partial
     results carry the largest logit and the sum of exponentials apart. Keys that no query of a rank sees are not sent to
-    it. Beside its arrays a rank needs memory for the keys and values of two ranks, and for its results in the type of
-    the computation. Before keys travel, ranks tell each other their lengths, for which the host waits.
+    it. Beside its arrays a rank needs memory for the keys and values of two ranks, for what it sends of keys that are
+    not contiguous, and for its results in the type of the computation, on the host in float64. Before keys travel,
+    ranks tell each other their lengths, for which the host waits.
 
     References
     ----------
@@ -137,79 +150,113 @@ def attention(
     >>> np.allclose(out, cuflash.attention(q, k, v, causal=True))
     True
     """
-    link = _link(comm, timeout)
-    pairs = {name: x for name, x in (("bias", bias), ("mask", mask)) if x is not None}
+    link, wrong = _link(comm, timeout)
+    error: BaseException | None = wrong
     call: Call | None = None
-    error: Exception | None = None
     try:
-        _check_layout(layout, num_parts, query_offset)
-        problem, infos = describe_attention(
-            q, k, v, causal=causal, window=window, query_offset=query_offset, scale=scale, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse,
-            out_dtype=out_dtype,
-        )  # fmt: skip
-        _check_device(infos["q"].device, link)
-        _check_pairs(problem, infos, pairs)
-        common: dict[str, Any] = {"layout": layout, "num_parts": int(num_parts), "causal": str(causal)}
-        common["query_offset"] = None if query_offset is None else clamp_offset(int(query_offset))
-        common |= _common(problem, infos)
-        columns = tuple(infos[name].shape[-1] for name in pairs)
-        call = Call(problem.seqlen_q, problem.seqlen_k, columns, common)
-    except Exception as raised:  # which the other ranks must hear of, whatever it is
+        if error is None:
+            _check_unknown(unknown)
+            offset = _check_layout(layout, num_parts, query_offset)
+            problem, infos = describe_attention(
+                q, k, v, causal=causal, window=window, query_offset=offset, scale=scale, softcap=softcap,
+                alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse,
+                out_dtype=out_dtype,
+            )  # fmt: skip
+            _check_device(infos["q"].device, link)
+            if infos["q"].device == HOST:
+                check_settings(settings())
+            pairs = _check_pairs(problem, infos, bias=bias, mask=mask)
+            common = {"layout": layout, "num_parts": int(num_parts), "causal": str(causal), "query_offset": offset}
+            columns = {name: info.shape[-1] for name, info in pairs.items()}
+            call = Call(problem.seqlen_q, problem.seqlen_k, columns, common | _common(problem, infos))
+    except BaseException as raised:  # which the other ranks must hear of, whatever it is
         error = raised
-    calls = agree(link, call, error)
+    with _aborted_by_errors(link):
+        records = link.gather(record_of(call, error))
+    calls = agree(records, error)
+    with _aborted_by_errors(link), use_device(infos["q"].device):
+        task = _task(problem, infos, calls, causal, offset)
+        state = walk(task, link)
+        new_out, new_lse = results_for(problem, task.device, out, lse)
+        written = infos["out"].array if "out" in infos else new_out, infos["lse"].array if "lse" in infos else new_lse
+        views = [x if x is None or not problem.is_2d else x[None] for x in written]
+        finish(state, infos["sinks"].array if "sinks" in infos else None, *views)
+    return new_out if new_lse is None else (new_out, new_lse)
+
+
+@contextmanager
+def _aborted_by_errors(link: Link) -> Iterator[None]:
+    """Let other ranks know if this one ends in the middle."""
+    try:
+        yield
+    except BaseException as error:
+        link.abort(error)
+        raise
+
+
+def _task(problem: Problem, infos: dict[str, ArrayInfo], calls: list[Call], causal: Causal, offset: int | None) -> Task:
+    """What this rank has to do, given the calls of all."""
     lengths_q, lengths_k = [x.seqlen_q for x in calls], [x.seqlen_k for x in calls]
-    _, offset = parse_causal(causal, query_offset, sum(lengths_k) - sum(lengths_q))
-    assert offset is not None, "it is no array"
-    options = {"scale": problem.scale, "softcap": softcap, "precision": precision}
-    if alibi_slopes is not None:
+    layout, num_parts = calls[0].common["layout"], calls[0].common["num_parts"]
+    _, first = parse_causal(causal, offset, sum(lengths_k) - sum(lengths_q))
+    assert first is not None, "it is no array"
+    traits = problem.traits
+    options = {"scale": problem.scale, "softcap": traits.softcap or None, "precision": traits.precision}
+    if "alibi_slopes" in infos:
         options["alibi_slopes"] = infos["alibi_slopes"].array
-    task = Task(
+    return Task(
         q=_with_batch(infos["q"].array, problem),
         k=_contiguous_heads(infos["k"].array),
         v=_contiguous_heads(infos["v"].array),
         parts_q=parts_of(lengths_q, layout, num_parts),
         parts_k=parts_of(lengths_k, layout, num_parts),
         num_keys=sum(lengths_k),
-        offset=offset,
+        offset=first,
         window=(problem.window_left, problem.window_right),
-        pairs={name: infos[name].array for name in pairs},
+        pairs={name: infos[name].array for name in ("bias", "mask") if name in infos},
         options=options,
         device=infos["q"].device,
-        dtype=problem.traits.dtype,
+        dtype=traits.dtype,
     )
-    with use_device(task.device):
-        state = walk(task, link)
-        new_out, new_lse = results_for(problem, task.device, out, lse)
-        written = infos["out"].array if "out" in infos else new_out, infos["lse"].array if "lse" in infos else new_lse
-        views = [x if x is None or not problem.is_2d else x[None] for x in written]
-        finish(state, None if sinks is None else infos["sinks"].array, *views)
-    return new_out if new_lse is None else (new_out, new_lse)
 
 
-def _link(comm: Any, timeout: float | None) -> Link:
-    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout > 0):
-        raise ValueError(f"timeout is {timeout!r}, expected seconds above 0, or None")
-    communicator = communicator_of(comm) if type(comm).__module__.startswith("cupy") else None
+def _link(comm: Any, timeout: Any) -> tuple[Link, Exception | None]:
+    """Return how ranks are connected, and what is wrong with the timeout, which the others must hear of."""
+    error: Exception | None = None
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real)):
+        error = TypeError(f"timeout is a {type(timeout).__name__}, expected seconds, or None")
+    elif timeout is not None and not float(timeout) > 0:
+        error = ValueError(f"timeout is {timeout}, expected seconds above 0, or None")
+    seconds = TIMEOUT if error else None if timeout is None else float(timeout)
+    library = type(comm).__module__.partition(".")[0]
+    communicator = communicator_of(comm) if library in ("cupy", "cupyx", "cupy_backends") else None
     if communicator is not None:
-        return NcclLink(communicator, timeout)
-    if hasattr(comm, "Iallgather"):
+        return NcclLink(communicator, seconds), error
+    if library == "mpi4py":
         from .mpi import MpiLink
 
-        return MpiLink(comm, timeout)
+        return MpiLink(comm, seconds), error
     raise TypeError(
         f"comm is a {type(comm).__name__}, expected a communicator: of mpi4py, a cupy.cuda.nccl.NcclCommunicator or a "
         "cupyx.distributed.NCCLBackend"
     )
 
 
-def _check_layout(layout: Any, num_parts: Any, query_offset: Any) -> None:
-    if layout not in LAYOUTS:
+def _check_unknown(names: dict[str, Any]) -> None:
+    check_options("attention", names)
+    for name in names:
+        raise TypeError(f"attention() of several processes takes no {name}; cuflash.attention does")
+
+
+def _check_layout(layout: Any, num_parts: Any, query_offset: Any) -> int | None:
+    """Check what `cuflash.attention` has not, or not so; return the query offset."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
     if not 1 <= parse_integer("num_parts", num_parts, f"an int from 1 to {MAX_PARTS}") <= MAX_PARTS:
         raise ValueError(f"num_parts is {num_parts}, expected an int from 1 to {MAX_PARTS}")
-    if query_offset is not None:
-        parse_integer("query_offset", query_offset, "an int, the same for all batches and ranks")
+    if query_offset is None:
+        return None
+    return clamp_offset(parse_integer("query_offset", query_offset, "an int, the same for all batches and ranks"))
 
 
 def _check_device(device: int, link: Link) -> None:
@@ -219,16 +266,25 @@ def _check_device(device: int, link: Link) -> None:
         raise ValueError(f"q is on GPU {device}, expected GPU {link.device}, which the communicator was made for")
 
 
-def _check_pairs(problem: Problem, infos: dict[str, ArrayInfo], pairs: dict[str, Any]) -> None:
-    """Check what has a row for each query, in all but its columns, and note it among the arrays."""
-    shape = (*problem.batch, problem.num_heads_q, problem.seqlen_q, 1)
-    for name, x in pairs.items():
-        info = inspect(name, x)
+def _check_pairs(problem: Problem, infos: dict[str, ArrayInfo], **given: Any) -> dict[str, ArrayInfo]:
+    """Check bias and mask in all but their columns, note them among the arrays, and return them."""
+    shape = (*problem.batch, problem.num_heads_q, problem.seqlen_q)
+    pairs = {name: inspect(name, x) for name, x in given.items() if x is not None}
+    for name, info in pairs.items():
         if not info.shape:
             raise ValueError(f"{name} has no axes, expected one for the keys of all ranks")
-        column = info._replace(shape=(*info.shape[:-1], 1))
-        optional_array(infos, name, column, ("bool",) if name == "mask" else FLOAT_NAMES, shape)
+        rows = info.shape[:-1]
+        if len(rows) > len(shape) or any(x not in (1, y) for x, y in zip(rows[::-1], shape[::-1], strict=False)):
+            raise ValueError(
+                f"{name} has shape {info.shape}, expected one that broadcasts to {shape} and the keys of all ranks"
+            )
+        column = info._replace(shape=(*rows, 1))
+        optional_array(infos, name, column, ("bool",) if name == "mask" else FLOAT_NAMES, (*shape, 1))
         infos[name] = info
+    for name in ("out", "lse"):
+        if name in infos:
+            check_apart(name, infos[name], list(pairs.items()))
+    return pairs
 
 
 def _common(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 import cuflash
 
-from ..gpu.installed import gpu_available
+from ..gpu.installed import choose_backend
 from ..gpu.nccl import communicator_by_mpi
 from . import attention, shard, unshard
 
@@ -21,9 +21,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cuflash.distributed", description=__doc__)
     parser.add_argument("--try", action="store_true", required=True, help="attention of all ranks, compared with one's")
     parser.add_argument("--backend", choices=["auto", "numpy", "gpu"], default="auto", help="auto: GPUs if there are")
-    parser.add_argument("--seqlen", type=int, default=4096, help="queries and keys of all ranks")
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--seqlen", type=_positive, default=4096, help="queries and keys of all ranks")
+    parser.add_argument("--heads", type=_positive, default=4)
+    parser.add_argument("--head-dim", type=_positive, default=64)
     parser.add_argument("--dtype", choices=["float16", "float32", "float64"], default="float32")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
     parser.add_argument("--full", action="store_true", help="without causal")
@@ -33,9 +33,18 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError:
         parser.error("mpi4py cannot be imported: pip install 'cuflash[distributed]'")
     world = MPI.COMM_WORLD
-    on_gpu = chosen.backend == "gpu" or (chosen.backend == "auto" and gpu_available())
+    try:
+        on_gpu = choose_backend("cupy" if chosen.backend == "gpu" else chosen.backend) is not np
+    except RuntimeError as error:
+        parser.error(str(error))
     comm: Any = communicator_by_mpi(world) if on_gpu else world
     return _try(world, comm, chosen, on_gpu)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive int")
+    return int(text)
 
 
 def _try(world: Any, comm: Any, chosen: argparse.Namespace, on_gpu: bool) -> int:
@@ -59,7 +68,7 @@ def _try(world: Any, comm: Any, chosen: argparse.Namespace, on_gpu: bool) -> int
     if world.rank:
         return 0
     by = "NCCL and GPUs" if on_gpu else "MPI and NumPy"
-    print(f"{world.size} rank{'s'[: world.size > 1]}, {by}: {chosen.dtype}, {chosen.heads} heads")
+    print(f"{world.size} rank{'s'[: world.size > 1]}, {by}: {chosen.dtype}, heads: {chosen.heads}")
     print(f"{chosen.seqlen} queries and keys of {chosen.head_dim} features, {'causal' if causal else 'full'}")
     print(f"all ranks together {1e3 * seconds:.1f} ms")
     alone_seconds, alone = _seconds(lambda: cuflash.attention(*whole, causal=causal))

@@ -9,8 +9,8 @@ import numpy as np
 
 RECORD_BYTES = 2048
 """What each rank sends; fixed, as nobody knows the others' lengths."""
-MAX_MESSAGE = 800
-"""Characters of an error that other ranks are told."""
+MAX_MESSAGE = 900
+"""Characters of an error that other ranks are told; in JSON each takes two bytes at most."""
 
 
 class Link(Protocol):
@@ -30,32 +30,52 @@ class Link(Protocol):
         Arrays are contiguous. Those that are received may be read after `wait`, those that are sent written.
         """
 
+    def abort(self, error: BaseException) -> None:
+        """End a call by an error after `gather` has begun: let other ranks know, and keep what is on its way."""
+
 
 class Call(NamedTuple):
     """One rank's part of a call."""
 
     seqlen_q: int
     seqlen_k: int
-    columns: tuple[int, ...]
+    columns: dict[str, int]
     """Lengths of the last axes of bias and mask, those there are."""
     common: dict[str, Any]
     """What has to be the same on all ranks."""
 
 
-def agree(link: Link, call: Call | None, error: Exception | None) -> list[Call]:
-    """Tell all ranks of one's call, or of the error that it has instead; return the calls of all.
+def describe_error(error: BaseException) -> str:
+    """Type and message of an error, in characters that take one byte each."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "an error that cannot be printed"
+    text = f"{type(error).__name__}: {text}"
+    return "".join(c if c.isascii() and c.isprintable() else " " if c.isspace() else "?" for c in text)
 
-    Raises
-    ------
-    Exception
-        This rank's own error; ValueError if another rank has one, or calls differ. Then every rank raises.
-    """
-    message = f"{type(error).__name__}: {error}".encode("ascii", "replace")[:MAX_MESSAGE].decode()
-    told: dict[str, Any] = {"error": message} if call is None else call._asdict()
+
+def record_of(call: Call | None, error: BaseException | None) -> np.ndarray:
+    """What a rank tells the others: its call, or the error that it has instead."""
+    if call is None:
+        told: dict[str, Any] = {"error": describe_error(error or RuntimeError())[:MAX_MESSAGE]}
+    else:
+        told = call._asdict()
     text = json.dumps(told).encode()
     record = np.zeros(RECORD_BYTES, np.uint8)
     record[: len(text)] = np.frombuffer(text, np.uint8)
-    found = [json.loads(row.tobytes().rstrip(b"\0")) for row in link.gather(record)]
+    return record
+
+
+def agree(records: np.ndarray, error: BaseException | None) -> list[Call]:
+    """Read the records of all ranks; return their calls.
+
+    Raises
+    ------
+    BaseException
+        This rank's own error; ValueError if another rank has one, or calls differ. Then every rank raises.
+    """
+    found = [json.loads(row.tobytes().rstrip(b"\0")) for row in records]
     if error is not None:
         raise error
     for rank, theirs in enumerate(found):
@@ -68,10 +88,10 @@ def agree(link: Link, call: Call | None, error: Exception | None) -> list[Call]:
                 raise ValueError(f"{name} is {theirs.common[name]} on rank {rank}, expected {expected} as on rank 0")
     total = sum(theirs.seqlen_k for theirs in calls)
     for rank, theirs in enumerate(calls):
-        for columns in theirs.columns:
+        for name, columns in theirs.columns.items():
             if columns not in (1, total):
                 raise ValueError(
-                    f"bias or mask of rank {rank} has {columns} columns, expected {total}, one for each key of all "
-                    "ranks, or 1"
+                    f"{name} of rank {rank} has {columns} columns, expected {total}, one for each key of all ranks, "
+                    "or 1"
                 )
     return calls

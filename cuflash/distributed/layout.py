@@ -103,6 +103,8 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    if not 0 <= rank < size:
+        raise ValueError(f"rank is {rank}, expected one of {size}, counted from 0")
     length = x.shape[axis]
     ((*segments,),) = parts_of(_even_lengths(length, size), layout, 1)[rank]
     pieces = [_rows(x, axis, slice(s.start, s.start + s.length)) for s in segments]
@@ -145,4 +147,4 @@ def _rows(x: Any, axis: int, rows: slice) -> Any:
 
 def _like(x: Any) -> Any:
     """Module of an array's own functions: numpy, or cupy without importing it."""
-    return sys.modules[type(x).__module__.split(".")[0]]
+    return np if isinstance(x, np.ndarray) else sys.modules["cupy"]

@@ -19,7 +19,7 @@ from .layout import Part, Segment, meeting_order, seen_keys
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
-MIN_ROWS = 1024
+MIN_ROWS = 128
 
 
 class Keys(NamedTuple):
@@ -110,7 +110,7 @@ def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange
 
 def _slabs(task: Task, segment: Segment) -> Iterator[Segment]:
     """Cut a segment of queries so that the state of a piece is small; by shapes alone, as bits may depend on it."""
-    row_bytes = task.v.shape[-1] * max(ITEMSIZE[task.dtype], 4)
+    row_bytes = task.v.shape[-1] * (8 if task.device == HOST else max(ITEMSIZE[task.dtype], 4))
     for length in task.q.shape[:-2]:
         row_bytes *= length
     scratch_bytes = SCRATCH_BYTES_ON_HOST if task.device == HOST else SCRATCH_BYTES_ON_GPU

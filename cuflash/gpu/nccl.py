@@ -9,6 +9,8 @@ import numpy as np
 
 POLL = 20e-6
 """Seconds between looks for what is not there yet."""
+_abandoned: list[Any] = []
+"""Messages of calls that ended by an error, with their memory."""
 
 
 def communicator_of(comm: Any) -> Any:
@@ -45,6 +47,7 @@ class NcclLink:
         import cupy
 
         self._cupy, self._comm, self._timeout = cupy, communicator, timeout
+        self._pending: list[Exchange] = []
         self.rank: int = communicator.rank_id()
         self.size: int = communicator.size()
         self.device: int | None = communicator.device_id()
@@ -67,13 +70,8 @@ class NcclLink:
     def _wait(self, event: Any) -> None:
         began = time.monotonic()
         while not event.done:
-            try:
-                self._comm.check_async_error()
-            except Exception:
-                self._comm.abort()
-                raise
+            self._comm.check_async_error()
             if self._timeout is not None and time.monotonic() - began > self._timeout:
-                self._comm.abort()
                 raise TimeoutError(f"rank {self.rank} waited for all ranks to call for {self._timeout:g} seconds")
             time.sleep(POLL)
 
@@ -90,14 +88,22 @@ class NcclLink:
                 for x, peer in receives:
                     self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
                 nccl.groupEnd()
-            return Exchange(self._cupy, self._device, self._stream.record(), [x for x, _ in (*sends, *receives)])
+            kept = [x for x, _ in (*sends, *receives)]
+            exchange = Exchange(self._cupy, self._device, self._stream.record(), kept, self._pending)
+        self._pending.append(exchange)
+        return exchange
+
+    def abort(self, error: BaseException) -> None:
+        """Abort the communicator, so that other ranks do not wait, and keep the memory of what was on its way."""
+        _abandoned.append(self._pending)
+        self._comm.abort()
 
 
 class Exchange:
     """Messages on their way, and the memory that they need."""
 
-    def __init__(self, cupy: Any, device: Any, arrived: Any, kept: list[Any]) -> None:
-        self._cupy, self._device, self.arrived, self._kept = cupy, device, arrived, kept
+    def __init__(self, cupy: Any, device: Any, arrived: Any, kept: list[Any], pending: list[Exchange]) -> None:
+        self._cupy, self._device, self.arrived, self._kept, self._pending = cupy, device, arrived, kept, pending
 
     def progress(self) -> None:
         """Nothing is needed: the GPU works by itself."""
@@ -106,3 +112,4 @@ class Exchange:
         """Let the current stream wait until all has been sent and received; the host does not."""
         with self._device:
             self._cupy.cuda.get_current_stream().wait_event(self.arrived)
+        self._pending.remove(self)

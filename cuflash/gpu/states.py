@@ -11,7 +11,7 @@ from ..plan.partial import PARTIAL_COLUMNS, partial_traits
 from ..plan.plan import make_plan
 from ..problem.arrays import DTYPES, ArrayInfo, inspect
 from ..problem.problem import ARRAYS, Operand, Problem, alignment_of, result_rows
-from ..problem.states import State, writes_state
+from ..problem.states import State, share_offset, writes_state
 from ..settings import settings
 from .compile import kernel_function
 from .launch import Launch, device_info
@@ -42,36 +42,19 @@ def results_for(problem: Problem, device_id: int, out: Any, lse: Any) -> tuple[A
 
 def attend_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], state: State, keys: tuple[int, int]) -> None:
     """Compute a checked problem and write its state; `keys`: the place of its first key among all, and their number."""
+    import cupy
+
     device_id = infos["q"].device
     problem = writes_state(problem._replace(traits=partial_traits(problem.traits)), state)
     launch = Launch(problem, make_plan(problem, device_info(device_id), settings()), device_id)
     pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
     pointers[_OUT], pointers[_LSE] = state.out.data.ptr, state.sums.data.ptr
     launch.run(pointers, state.out, state.sums)
-    if "alibi_slopes" in infos:
-        import cupy
-
-        with cupy.cuda.Device(device_id):
-            share_offset(cupy, problem, infos["alibi_slopes"].array, state.sums, keys)
+    with cupy.cuda.Device(device_id):
+        share_offset(cupy, problem, infos, state.sums, keys)
 
 
 _OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
-
-
-def share_offset(xp: Any, problem: Problem, slopes: Any, sums: Any, keys: tuple[int, int]) -> None:
-    """Give rows the offset that they have in front of all keys: that of the distance from the nearest one.
-
-    A kernel takes off the distance from the nearest one of its own. The difference of the two is exact.
-    """
-    start, total = keys
-    positions = xp.arange(problem.seqlen_q) + (problem.query_offset or 0)
-    nearest = xp.abs(positions - xp.clip(positions, 0, max(problem.seqlen_k - 1, 0)))
-    positions += start
-    nearest_of_all = xp.abs(positions - xp.clip(positions, 0, max(total - 1, 0)))
-    slopes = xp.asarray(slopes, sums.dtype)[..., np.newaxis]
-    sums[..., 0] -= slopes * (nearest - nearest_of_all).astype(sums.dtype)
-    limit = np.finfo(sums.dtype).max / 2
-    sums[..., 2] = xp.clip(slopes * nearest_of_all.astype(sums.dtype), -limit, limit)
 
 
 def merge_on_gpu(states: Sequence[State], into: State) -> None:
@@ -79,9 +62,9 @@ def merge_on_gpu(states: Sequence[State], into: State) -> None:
     _merge(states, into.out, into.sums)
 
 
-def finish_on_gpu(states: Sequence[State], out: Any, lse: Any) -> None:
-    """Merge states, in their order, into results."""
-    _merge(states, out, lse)
+def finish_on_gpu(state: State, sinks: Any, out: Any, lse: Any) -> None:
+    """Write results, with sinks let in."""
+    _merge([state] if sinks is None else [state, sinks_on_gpu(sinks, state)], out, lse)
 
 
 def sinks_on_gpu(sinks: Any, state: State) -> State:

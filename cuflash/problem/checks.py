@@ -338,10 +338,10 @@ def check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Seq
         raise ValueError(
             f"{name} has strides {info.strides} for shape {info.shape}, so that its elements overlap each other"
         )
-    _check_overlap(name, info, others)
+    check_apart(name, info, others)
 
 
-def _check_overlap(name: str, info: ArrayInfo, others: Sequence[tuple[str, ArrayInfo]]) -> None:
+def check_apart(name: str, info: ArrayInfo, others: Sequence[tuple[str, ArrayInfo]]) -> None:
     """Raise if a result shares memory with another array of the call."""
     if info.array is None:
         return

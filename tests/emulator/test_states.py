@@ -10,12 +10,12 @@ import pytest
 
 from cuflash import reference
 from cuflash.gpu.merge import NUM_THREADS
-from cuflash.gpu.states import merge_of_states, share_offset, state_of_sinks
+from cuflash.gpu.states import merge_of_states, state_of_sinks
 from cuflash.plan.partial import PARTIAL_COLUMNS, partial_traits
 from cuflash.plan.table import KERNELS, KernelSpec
 from cuflash.problem.arrays import DTYPES, inspect
 from cuflash.problem.describe import describe_attention
-from cuflash.problem.states import State, writes_state
+from cuflash.problem.states import State, share_offset, writes_state
 
 from .emulator import Emulator, compile_kernel, compiler, span
 
@@ -53,8 +53,7 @@ def attend(emulator: Emulator, keys: tuple[int, int], *arrays: np.ndarray, **opt
     if emulator.refuses(problem):
         return None
     emulator.run(problem, infos, *state)
-    if "alibi_slopes" in infos:
-        share_offset(np, problem, options["alibi_slopes"], state.sums, keys)
+    share_offset(np, problem, infos, state.sums, keys)
     return state
 
 

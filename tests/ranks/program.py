@@ -66,35 +66,99 @@ def error() -> None:
     assert (distributed.attention(x, x, x, comm) == 1).all()
 
 
-def late() -> None:
-    """A rank that does not come."""
-    x = np.ones((2, 10, 8))
-    if comm.rank == 0:
-        began = time.monotonic()
-        try:
-            distributed.attention(x, x, x, comm, timeout=0.5)
-        except TimeoutError as raised:
-            print(raised)
-        assert time.monotonic() - began < 5
+def fail_in_the_middle(error: BaseException) -> None:
+    """One rank ends while keys travel: the others hear of it, and nothing is written into memory that is freed."""
+    from cuflash.distributed import ring
+
+    rows = 2000  # too many for a message to be copied at once
+    x = np.ones((2, rows, 8))
+    attend = ring._attend
+
+    def attend_or_fail(*given: Any) -> None:
+        if comm.rank == 1:
+            raise error
+        time.sleep(0.2)
+        attend(*given)
+
+    ring._attend = attend_or_fail
+    began = time.monotonic()
+    try:
+        distributed.attention(x, x, x, comm)
+        print("went on")
+    except BaseException as raised:
+        print(f"{type(raised).__name__}: {raised}")
+    ring._attend = attend
+    x[:] = 777
+    others = [np.full((2, rows, 8), 7.0) for _ in range(20)]
+    time.sleep(0.5)
+    assert all((y == 7).all() for y in others) and time.monotonic() - began < 5
+    try:
+        distributed.attention(x, x, x, comm)
+    except RuntimeError as raised:
+        print(raised)
+    assert (distributed.attention(x[:, :9], x[:, :9], x[:, :9], comm.Dup()) == 777).all()
+    leave()
+
+
+def leave() -> None:
+    """End, whatever MPI is still busy with."""
     sys.stdout.flush()
-    comm.Barrier() if comm.rank else None
+    comm.Barrier()
     os._exit(0)
 
 
+def memory() -> None:
+    fail_in_the_middle(MemoryError("no more"))
+
+
+def interrupt() -> None:
+    fail_in_the_middle(KeyboardInterrupt())
+
+
+def late() -> None:
+    """A rank that comes when the others have given up; and what they do then."""
+    x = np.ones((2, 10, 8))
+    assert (distributed.attention(x, x, x, comm) == 1).all()
+    for _ in range(2):
+        if comm.rank == 1:
+            time.sleep(1)
+        try:
+            distributed.attention(x, x, x, comm, timeout=0.5)
+        except (RuntimeError, TimeoutError) as raised:
+            print(raised)
+    leave()
+
+
+def first() -> None:
+    """The same in the first call of a communicator."""
+    x = np.ones((2, 10, 8))
+    for _ in range(2):
+        if comm.rank == 0:
+            try:
+                distributed.attention(x, x, x, comm, timeout=0.5)
+            except (RuntimeError, TimeoutError) as raised:
+                print(raised)
+    leave()
+
+
 def stuck() -> None:
-    """A rank that says it has keys, and never sends them."""
+    """A rank that says it has keys, and does not send them."""
     from cuflash.distributed import ring
 
     x = np.ones((2, 10, 8))
     if comm.rank == 1:
-        ring_begin = ring._begin
-        ring._begin = lambda *given: time.sleep(2) or ring_begin(*given)  # type: ignore[func-returns-value]
+        begin = ring._begin
+
+        def begin_late(*given: Any) -> Any:
+            time.sleep(2)
+            return begin(*given)
+
+        ring._begin = begin_late
     try:
         distributed.attention(x, x, x, comm, timeout=0.5)
-    except TimeoutError as raised:
+    except (RuntimeError, TimeoutError) as raised:
         print(raised)
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 def dies() -> None:
@@ -106,6 +170,45 @@ def dies() -> None:
         ring._begin = lambda *given: os._exit(3)
     distributed.attention(x, x, x, comm)
     print("went on")
+
+
+def wrong() -> None:
+    """Arguments of one rank that are wrong in ways that keep others from having an array even."""
+
+    class Unprintable:
+        def __repr__(self) -> str:
+            raise OSError("no repr")
+
+    x = np.ones((2, 10, 8))
+    for options in ({"timeout": 0}, {"timeout": "5"}, {"workspace": x}, {"is_causal": True}, {"layout": Unprintable()}):
+        given: dict[str, Any] = dict(options) if comm.rank == 1 else {}
+        try:
+            distributed.attention(x, x, x, comm, **given)
+        except Exception as raised:
+            if comm.rank == 0:
+                print(raised)
+        assert (distributed.attention(x, x, x, comm) == 1).all()
+
+
+def communicators() -> None:
+    """Others than the world: messages of their own, and no end of them; what is none."""
+    x = np.ones((2, 10, 8))
+    memory = np.zeros(8)
+    request = comm.Irecv(memory)  # from anybody, whatever it is
+    for _ in range(1100):  # more than MPI has, if ours were not freed, too
+        duplicate = comm.Dup()
+        assert (distributed.attention(x, x, x, duplicate) == 1).all()
+        duplicate.Free()
+    comm.Send(np.ones(8), 1 - comm.rank)
+    request.Wait()
+    assert (memory == 1).all()
+    alone = comm.Split(comm.rank)
+    assert (distributed.attention(x, x, x, alone) == 1).all()
+    for no_group in (MPI.COMM_NULL, alone.Create_intercomm(0, comm, 1 - comm.rank), MPI.Comm):
+        try:
+            distributed.attention(x, x, x, no_group)
+        except TypeError as raised:
+            print(str(raised).partition(",")[2])
 
 
 if __name__ == "__main__":

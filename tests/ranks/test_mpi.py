@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from cuflash.distributed.__main__ import main
+from cuflash.gpu import installed
+
 pytest.importorskip("mpi4py")
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -47,16 +50,73 @@ def test_an_error_of_one_process_is_raised_in_all() -> None:
 
 
 def test_a_rank_that_does_not_come() -> None:
-    assert ranks(2, "late").strip() == "rank 0 waited for all ranks to call for 0.5 seconds"
+    """When it comes it hears why, and nobody goes on with what is left of the call."""
+    found = ranks(2, "late")
+    assert found.count("rank 0 waited for all ranks to call for 0.5 seconds") == 2
+    assert found.count("rank 0 raised TimeoutError") == 1
+    assert found.count("an earlier call with this communicator ended by TimeoutError: pass another communicator") == 1
+
+
+def test_a_rank_that_never_comes() -> None:
+    found = ranks(2, "first")
+    assert "rank 0 waited for all ranks to call for 0.5 seconds" in found
+    assert "ranks did not come to make a channel of this communicator: pass another communicator" in found
 
 
 def test_keys_that_do_not_come() -> None:
     assert "rank 0 waited for keys from or to rank 1 for 0.5 seconds" in ranks(2, "stuck")
 
 
+@pytest.mark.parametrize(("task", "error"), [("memory", "MemoryError: no more"), ("interrupt", "KeyboardInterrupt: ")])
+def test_a_rank_that_ends_in_the_middle(task: str, error: str) -> None:
+    found = ranks(3, task)
+    assert "went on" not in found
+    assert found.count(f"RankError: rank 1 raised {error}") == 2
+    assert found.count(f"an earlier call with this communicator ended by {error.partition(':')[0]}") == 1
+    assert found.count("an earlier call with this communicator ended by RankError") == 2
+
+
+def test_wrong_arguments_of_one_process() -> None:
+    assert ranks(2, "wrong").splitlines() == [
+        "rank 1 raised ValueError: timeout is 0, expected seconds above 0, or None",
+        "rank 1 raised TypeError: timeout is a str, expected seconds, or None",
+        "rank 1 raised TypeError: attention() of several processes takes no workspace; cuflash.attention does",
+        "rank 1 raised TypeError: attention() got an unexpected keyword argument 'is_causal'; cuflash calls it causal "
+        "(True lets the last query see the last key; 'top_left' lines up the first ones, as PyTorch does)",
+        "rank 1 raised OSError: no repr",
+    ]
+
+
+def test_communicators() -> None:
+    found = ranks(2, "communicators")
+    assert found.count("expected an intracommunicator") == 4
+    assert found.count("expected a communicator: of mpi4py") == 2
+
+
 def test_a_process_that_ends() -> None:
     found = mpiexec(2, str(PROGRAM), "dies")
     assert found.returncode != 0 and "went on" not in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seqlen", "0"], "argument --seqlen: 0 is not a positive int"),
+        (["--heads", "-1"], "argument --heads: -1 is not a positive int"),
+        ([], "the following arguments are required: --try"),
+    ],
+)
+def test_try_what_cannot_be(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*options, *(["--try"] if options else [])])
+    assert message in capsys.readouterr().err
+
+
+def test_try_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(installed, "_driver", lambda: None)
+    with pytest.raises(SystemExit):
+        main(["--try", "--backend", "gpu"])
+    assert "no CUDA driver" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [[], ["--full", "--layout", "contiguous", "--dtype", "float16"]])

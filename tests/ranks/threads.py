@@ -36,6 +36,9 @@ class ThreadLink:
         self.sent += [(to, x.nbytes) for x, to in sends]
         return self
 
+    def abort(self, error: BaseException) -> None:
+        self._barrier.abort()
+
     def progress(self) -> None:
         pass
 
@@ -84,4 +87,4 @@ def run_ranks(size: int, function: Callable[[int, Any], Any]) -> tuple[list[Any]
 
 def use_links(monkeypatch: Any) -> None:
     """Let `attention` take links in place of communicators."""
-    monkeypatch.setattr(distributed, "_link", lambda comm, timeout: comm)
+    monkeypatch.setattr(distributed, "_link", lambda comm, timeout: (comm, None))

@@ -215,7 +215,9 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "cuflash"
     assert metadata["Version"] == cuflash.__version__
     assert metadata["Requires-Python"] == ">=3.10"
-    assert set(metadata.get_all("Provides-Extra") or []) == {"cuda12", "cuda13", "docs", "examples", "test"}
+    assert set(metadata.get_all("Provides-Extra") or []) == {
+        "cuda12", "cuda13", "distributed", "docs", "examples", "test",
+    }  # fmt: skip
 
 
 def test_classifiers_are_those_of_the_official_list(metadata: Message) -> None:
