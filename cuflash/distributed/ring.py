@@ -100,16 +100,23 @@ def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange
         for segment_k in part_k:
             seen = seen_keys(segment_q, segment_k, task.offset, task.window)
             if seen.start < seen.stop:
-                for rows in _slabs(task, segment_q):
+                is_first = segment_q not in met.segments
+                for rows in _slabs(task, segment_q, is_first):
                     into = rows_of(met.state, slice(rows.at, rows.at + rows.length))
-                    _attend(task, into, segment_q not in met.segments, rows, segment_k, seen, keys)
+                    _attend(task, into, is_first, rows, segment_k, seen, keys)
                     if exchange is not None:
                         exchange.progress()
                 met.segments.add(segment_q)
 
 
-def _slabs(task: Task, segment: Segment) -> Iterator[Segment]:
-    """Cut a segment of queries so that the state of a piece is small; by shapes alone, as bits may depend on it."""
+def _slabs(task: Task, segment: Segment, is_first: bool) -> Iterator[Segment]:
+    """Cut a segment of queries so that the state of a piece is small; by shapes alone, as bits may depend on it.
+
+    What queries meet first they write where it stays: on a GPU, which fills best with all of them, they are one piece.
+    """
+    if is_first and task.device != HOST:
+        yield segment
+        return
     row_bytes = task.v.shape[-1] * (8 if task.device == HOST else max(ITEMSIZE[task.dtype], 4))
     for length in task.q.shape[:-2]:
         row_bytes *= length
