@@ -63,6 +63,7 @@ def _taken(spec: KernelSpec, case: Case) -> list[str]:
 
 
 @rows
+@pytest.mark.share(4)
 @pytest.mark.parametrize("case", TF32_CASES, ids=lambda case: case.name)
 def test_tf32(spec: KernelSpec, case: Case) -> None:
     assert_right(case, "float32", Emulator(spec.name))
@@ -134,7 +135,7 @@ def test_every_tile_of_precise_float32(name: str, precision: str) -> None:
 
 
 @rows
-@pytest.mark.share(len(KERNELS))
+@pytest.mark.share(2 * len(KERNELS))
 def test_restarted_sums_of_the_tallest_tile(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["wide-keys-4200"]
     dtype = "float16" if "float16" in spec.dtypes else spec.dtypes[0]
@@ -240,6 +241,7 @@ def test_malformed_cu_seqlens(spec: KernelSpec, name: str) -> None:
 
 
 @rows
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six", "packed-plain-True", "heads-6-2-100x90"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)

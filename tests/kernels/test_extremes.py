@@ -95,12 +95,13 @@ EMULATED = {
 
 def _back_ends() -> Iterator[Any]:
     no_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+    marks = [no_compiler, pytest.mark.share(2)]
     for dtype in DTYPES_TESTED:
         yield pytest.param(BackEnd("numpy", dtype), id=f"numpy-{dtype}")
         for spec in KERNELS:
             if dtype in EMULATED[spec.name]:
                 back_end = BackEnd("emulated", dtype, spec.name)
-                yield pytest.param(back_end, id=f"emulated-{spec.name}-{dtype}", marks=no_compiler)
+                yield pytest.param(back_end, id=f"emulated-{spec.name}-{dtype}", marks=marks)
             ieee = dtype in spec.dtypes and not (spec.name == "forward_wmma" and dtype == "float32")  # tf32 alone
             if ieee:
                 back_end = BackEnd("gpu", dtype, spec.name, True)

@@ -129,6 +129,7 @@ def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
 
 @emulated
 @rows
+@pytest.mark.share(4)
 @pytest.mark.parametrize("name", ["causal-200x131", "batch-six"])
 def test_grid_in_several_launches(spec: KernelSpec, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "MAX_GRID", 5)

@@ -69,7 +69,7 @@ def test_examples_print_what_they_say(path: Path) -> None:
 )
 def test_docstrings_print_what_they_say(module: ModuleType) -> None:
     for name, value in vars(module).items():
-        if not getattr(value, "__module__", "").startswith("cuflash"):
+        if not str(getattr(value, "__module__", "")).startswith("cuflash"):
             continue
         for test in doctest.DocTestFinder().find(value, name, module=False, globs={}):
             assert not doctest.DocTestRunner().run(test).failed, test.name
