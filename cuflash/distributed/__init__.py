@@ -68,6 +68,10 @@ def attention(
     All ranks of the communicator call this at the same time, each with its part of a sequence. Keys and values travel
     from rank to rank while those at hand are attended to [1]_; results stay where the queries are.
 
+    .. warning::
+       Each rank passes its own rows alone. If all pass a whole array, that is a valid call too: of a sequence that has
+       it as many times as there are ranks. No error can tell, nor if rows were divided by another `layout`.
+
     Parameters
     ----------
     q : array, shape (..., Hq, Nq, D)

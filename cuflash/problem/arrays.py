@@ -154,6 +154,8 @@ def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
         return _import_gpu_array(name, x, kind)
     if isinstance(x, (list, tuple)):
         _refuse(name, f"a {type(x).__name__}", "; pass np.asarray(x)")
+    if kind == "dask.Array":
+        _refuse(name, f"a {kind}", "; cuflash.dask.attention takes those of Dask")
     if hasattr(x, "__array__"):
         _refuse(name, f"a {kind}", "; pass np.asarray(x)")
     if hasattr(x, "toarray"):

@@ -436,3 +436,9 @@ def test_result_is_that_of_the_oracle_where_the_case_is_one_chunk() -> None:
     data = make_data(case, "float64")
     out = cuflash.dask.attention(*(da.from_array(x, chunks=-1) for x in data[:3]), **case.options)
     np.testing.assert_allclose(out.compute(), oracle(case, data)[0], atol=1e-13)
+
+
+def test_attention_in_memory_says_who_takes_dask_arrays() -> None:
+    q = da.ones((2, 10, 8), chunks=5)
+    with pytest.raises(TypeError, match=r"q is a dask\.Array, .*cuflash\.dask\.attention takes those of Dask"):
+        cuflash.attention(q, q, q)
