@@ -45,7 +45,8 @@ def merge_on_host(states: Sequence[State], into: State) -> None:
 
 def finish_on_host(state: State, sinks: Array | None, out: Array, lse: Array | None) -> None:
     """Write results, with sinks let in."""
-    peak, total, offset = (state.sums[..., i] for i in range(3))
+    # Contiguous: the last bits of NumPy 1.26's logarithms of strided arrays depend on where these lie.
+    peak, total, offset = (np.ascontiguousarray(state.sums[..., i]) for i in range(3))
     logits = None if sinks is None else sinks.astype(np.float64)[..., np.newaxis] + offset
     with np.errstate(all="ignore"):
         divisor, logs = cpu.close_rows(total, peak, logits)
