@@ -48,7 +48,7 @@ def main() -> None:
         q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in (shape_q, shape_k, shape_k))
         plain = partial(cuflash.attention, q, k, v, causal=causal)
         whole = plain()
-        print(f"\n| {title}: chunks | tasks | time |\n|---|---|---|---|")
+        print(f"\n| {title}: chunks | tasks | time |\n|---|---|---|")
         for length_q, length_k in sizes:
             lazy = [da.from_array(x, chunks=(-1, n, -1)) for x, n in ((q, length_q), (k, length_k), (v, length_k))]
             out = cuflash.dask.attention(*lazy, causal=causal)

@@ -19,7 +19,7 @@ from .problem.arrays import DTYPES, ArrayInfo, contiguous_strides, inspect
 from .problem.checks import parse_integer
 from .problem.describe import describe_attention
 from .problem.problem import Problem
-from .problem.signatures import Causal, FloatDtype, Precision, Real, Window
+from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options
 from .problem.states import State
 from .settings import on_one_thread
 
@@ -93,6 +93,7 @@ def attention(
     precision: Precision | None = None,
     return_lse: bool = False,
     out_dtype: FloatDtype | None = None,
+    **unknown: Any,
 ) -> Any:
     r"""Attention of Dask arrays, lazily: `cuflash.attention` of arrays that need not fit in memory.
 
@@ -156,12 +157,14 @@ def attention(
     """
     named = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
     named = {name: x for name, x in named.items() if x is not None or name in "qkv"}
-    if not any(isinstance(x, da.Array) for x in named.values()):
+    check_options("attention", unknown)
+    for name in unknown:
+        raise TypeError(f"attention() of Dask arrays takes no {name}: its results are new Dask arrays")
+    if not any(isinstance(x, da.Array) or hasattr(x, "chunks") for x in named.values()):
         raise TypeError(f"q is {_kind(q)}, expected a Dask array; cuflash.attention takes NumPy and CuPy arrays")
-    query_offset = _parse_offset(query_offset)
     infos = {name: _inspect(name, x) for name, x in named.items()}
     problem, _ = describe_attention(
-        **infos, causal=causal, window=window, query_offset=query_offset, scale=scale, softcap=softcap,
+        **infos, causal=causal, window=window, query_offset=_parse_offset(query_offset), scale=scale, softcap=softcap,
         precision=precision, return_lse=return_lse, out_dtype=out_dtype,
     )  # fmt: skip
     # Arrays of other libraries on a GPU have become CuPy's.
@@ -188,7 +191,7 @@ def _inspect(name: str, x: Any) -> ArrayInfo:
             raise TypeError(f"{name} is {_kind(x)}, expected a Dask array: pass {hint}")
         return inspect(name, x)
     if any(length != length for length in x.shape):
-        raise ValueError(f"{name} has chunks of unknown size, expected known ones: call x.compute_chunk_sizes() first")
+        raise ValueError(f"{name} has chunks of unknown size, expected known ones: {name}.compute_chunk_sizes() first")
     strides = contiguous_strides(x.shape, x.dtype.itemsize)
     return inspect(name, x._meta)._replace(array=None, shape=x.shape, strides=strides, pointer=0)
 

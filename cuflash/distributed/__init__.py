@@ -70,7 +70,8 @@ def attention(
 
     .. warning::
        Each rank passes its own rows alone. If all pass a whole array, that is a valid call too: of a sequence that has
-       it as many times as there are ranks. No error can tell, nor if rows were divided by another `layout`.
+       it as many times as there are ranks. No error can tell, nor if rows were divided by another `layout`, or other
+       axes taken for heads and sequence.
 
     Parameters
     ----------
@@ -143,7 +144,7 @@ def attention(
 
     Examples
     --------
-    With one rank, whose communicator has itself alone; more are started by ``mpiexec -n 4 python script.py``:
+    With one rank, whose communicator has itself alone; ``mpiexec -n 4 python -m mpi4py script.py`` starts more:
 
     >>> import numpy as np, cuflash.distributed
     >>> from mpi4py import MPI

@@ -13,6 +13,7 @@ import cuflash
 
 from ..gpu.installed import choose_backend
 from ..gpu.nccl import communicator_by_mpi
+from ..settings import num_threads
 from . import attention, shard, unshard
 
 
@@ -32,6 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         from mpi4py import MPI
     except ImportError:
         parser.error("mpi4py cannot be imported: pip install 'cuflash[distributed]'")
+    except RuntimeError as error:
+        parser.error(f"mpi4py finds no MPI: pip install mpich ({str(error).splitlines()[0]})")
     world = MPI.COMM_WORLD
     try:
         on_gpu = choose_backend("cupy" if chosen.backend == "gpu" else chosen.backend) is not np
@@ -70,7 +73,8 @@ def _try(world: Any, comm: Any, chosen: argparse.Namespace, on_gpu: bool) -> int
     by = "NCCL and GPUs" if on_gpu else "MPI and NumPy"
     print(f"{world.size} rank{'s'[: world.size > 1]}, {by}: {chosen.dtype}, heads: {chosen.heads}")
     print(f"{chosen.seqlen} queries and keys of {chosen.head_dim} features, {'causal' if causal else 'full'}")
-    print(f"all ranks together {1e3 * seconds:.1f} ms")
+    on_cores = "" if on_gpu else f", on {num_threads(2**20)} threads each"
+    print(f"all ranks together {1e3 * seconds:.1f} ms{on_cores}")
     alone_seconds, alone = _seconds(lambda: cuflash.attention(*whole, causal=causal))
     error = float(np.abs(unshard(parts, layout=chosen.layout).astype(np.float64) - alone).max())
     print(f"rank 0 alone, with NumPy, {1e3 * alone_seconds:.1f} ms; results differ by {error:.1e} at most")

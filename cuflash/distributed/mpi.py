@@ -157,7 +157,10 @@ class MpiLink:
             if arrived:
                 return
             if self._timeout is not None and time.monotonic() - began > self._timeout:
-                raise TimeoutError(f"rank {self.rank} waited for {what} for {self._timeout:g} seconds")
+                raise TimeoutError(
+                    f"rank {self.rank} waited for {what} for {self._timeout:g} seconds: another one has ended, or is "
+                    "busy; where ranks are started by python -m mpi4py, an exception on one of them ends all"
+                )
             time.sleep(POLL)
 
     def _raise_other(self, comm: Any) -> None:

@@ -83,7 +83,8 @@ def walk(task: Task, link: Link) -> State:
 def _meetings(task: Task, link: Link, source: int, last: bool) -> Iterator[tuple[Part, Part]]:
     """Parts of one's queries and those of a rank's keys that they meet, in order.
 
-    Of one's own keys those behind the queries come `last`, when all others have been met.
+    The order is `meeting_order`, from each part to the one before it: of one's own keys those behind the queries come
+    `last`, when all others have been met.
     """
     per_rank = len(task.parts_k[0])
     first_q, first_k = link.rank * per_rank, source * per_rank

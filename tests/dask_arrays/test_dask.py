@@ -361,7 +361,7 @@ ERRORS: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
     (ValueError, "precision is 'fast'", (X, X, X), {"precision": "fast"}),
     (TypeError, "out_dtype is int32", (X, X, X), {"out_dtype": "int32"}),
     (TypeError, "return_lse is 1", (X, X, X), {"return_lse": 1}),
-    (TypeError, "unexpected keyword argument 'out'", (X, X, X), {"out": np.zeros((20, 8))}),
+    (TypeError, "of Dask arrays takes no out", (X, X, X), {"out": np.zeros((20, 8))}),
 ]
 
 
@@ -442,3 +442,18 @@ def test_attention_in_memory_says_who_takes_dask_arrays() -> None:
     q = da.ones((2, 10, 8), chunks=5)
     with pytest.raises(TypeError, match=r"q is a dask\.Array, .*cuflash\.dask\.attention takes those of Dask"):
         cuflash.attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"is_causal": True}, "unexpected keyword argument 'is_causal'; cuflash calls it causal"),
+        ({"out": np.ones(3)}, "attention() of Dask arrays takes no out: its results are new Dask arrays"),
+        ({"workspace": None}, "attention() of Dask arrays takes no workspace"),
+    ],
+)
+def test_options_that_there_are_not(options: dict[str, Any], message: str) -> None:
+    q = da.ones((2, 10, 8), chunks=5)
+    with pytest.raises(TypeError) as raised:
+        cuflash.dask.attention(q, q, q, **options)
+    assert message in str(raised.value)

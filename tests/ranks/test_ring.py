@@ -444,3 +444,12 @@ def test_results_over_a_bias(name: str) -> None:
 
     for error in run_ranks(2, call)[0]:
         assert type(error) is ValueError and f"out overlaps {name} in memory" in str(error)
+
+
+def test_shards_of_what_is_no_array() -> None:
+    with pytest.raises(TypeError, match="x has a list, expected NumPy or CuPy arrays"):
+        shard([1, 2, 3], 0, 2, axis=0)
+    with pytest.raises(TypeError, match="parts is a NoneType, expected a list of arrays; gather gives it to one rank"):
+        unshard(None)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="parts has a NoneType, expected NumPy or CuPy arrays"):
+        unshard([np.ones((2, 3)), None])
