@@ -91,7 +91,7 @@ def fail_in_the_middle(error: BaseException) -> None:
     x[:] = 777
     others = [np.full((2, rows, 8), 7.0) for _ in range(20)]
     time.sleep(0.5)
-    assert all((y == 7).all() for y in others) and time.monotonic() - began < 5
+    assert all((y == 7).all() for y in others) and time.monotonic() - began < 30
     try:
         distributed.attention(x, x, x, comm)
     except RuntimeError as raised:
