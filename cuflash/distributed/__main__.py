@@ -73,7 +73,7 @@ def _try(world: Any, comm: Any, chosen: argparse.Namespace, on_gpu: bool) -> int
     by = "NCCL and GPUs" if on_gpu else "MPI and NumPy"
     print(f"{world.size} rank{'s'[: world.size > 1]}, {by}: {chosen.dtype}, heads: {chosen.heads}")
     print(f"{chosen.seqlen} queries and keys of {chosen.head_dim} features, {'causal' if causal else 'full'}")
-    on_cores = "" if on_gpu else f", on {num_threads(2**20)} threads each"
+    on_cores = "" if on_gpu else f", threads of each: {num_threads(2**20)}"
     print(f"all ranks together {1e3 * seconds:.1f} ms{on_cores}")
     alone_seconds, alone = _seconds(lambda: cuflash.attention(*whole, causal=causal))
     error = float(np.abs(unshard(parts, layout=chosen.layout).astype(np.float64) - alone).max())
