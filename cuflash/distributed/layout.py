@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ..problem.arrays import inspect
+
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
 
@@ -103,7 +105,7 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
-    _check_arrays("x", x)
+    x = _array("x", x, axis)
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}, expected one of {size}, counted from 0")
     length = x.shape[axis]
@@ -133,7 +135,7 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
         raise TypeError(
             f"parts is a {type(parts).__name__}, expected a list of arrays; gather gives it to one rank alone"
         )
-    _check_arrays("parts", *parts)
+    parts = [_array(f"parts[{rank}]", x, axis) for rank, x in enumerate(parts)]
     pieces = [
         (segment.start, _rows(x, axis, slice(segment.at, segment.at + segment.length)))
         for x, ((*segments,),) in zip(parts, parts_of([x.shape[axis] for x in parts], layout, 1), strict=True)
@@ -143,11 +145,11 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
     return _like(parts[0]).concatenate([piece for _, piece in pieces], axis=axis)
 
 
-def _check_arrays(name: str, *arrays: Any) -> None:
-    for x in arrays:
-        if not isinstance(x, np.ndarray) and type(x).__module__.partition(".")[0] != "cupy":
-            kind = f"{type(x).__module__.partition('.')[0]}.{type(x).__name__}".removeprefix("builtins.")
-            raise TypeError(f"{name} has a {kind}, expected NumPy or CuPy arrays")
+def _array(name: str, x: Any, axis: int) -> Any:
+    info = inspect(name, x)
+    if not -len(info.shape) <= axis < len(info.shape):
+        raise ValueError(f"axis is {axis}, but {name} has shape {info.shape}")
+    return info.array
 
 
 def _even_lengths(length: int, size: int) -> list[int]:

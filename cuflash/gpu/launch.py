@@ -22,12 +22,12 @@ from ..plan.tiles import APPENDING, PREPARING
 from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
 from ..problem.checks import workspace_size
 from ..problem.kind import Kind
-from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, result_rows, shapes_of
+from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, shapes_of
 from ..settings import settings
 from .arguments import pack_pointers, pack_values, start
 from .compile import kernel_function, nvrtc_version
 from .installed import WGMMA_NVRTC
-from .workspace import Result, allocate_with_workspace, check_size, is_capturing, split_of
+from .workspace import allocate_with_workspace, check_size, is_capturing, results_of, split_of
 
 CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
@@ -70,9 +70,7 @@ class Launch:
             function = kernel_function(plan.append.program, device_id)
             self._append = function, (plan.append.num_blocks,), pack_values(problem, plan)
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
-        rows, traits, strides = result_rows(problem), problem.traits, problem.strides
-        self._out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
-        self._lse = Result(rows, traits.lse_dtype, strides.lse) if strides.lse is not None else None
+        self._out, self._lse = results_of(problem)
         self._extents: list[tuple[int, int]] | None = None
         log_plan(problem, plan)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from ..plan.axes import BATCH_AXES, merge_axes
 from ..plan.build import Program
 from ..plan.tiles import WARP
-from ..problem.arrays import ITEMSIZE
-from ..problem.problem import Operand
+from ..problem.arrays import ITEMSIZE, ArrayInfo
+from ..problem.problem import Operand, alignment_of
 from .arguments import DIVISOR, Fields, divisor, packer
 
 ROW_AXES = BATCH_AXES + 2
@@ -78,6 +78,11 @@ class Merge(NamedTuple):
             addresses = pack(outs=(*outs_at, *unused), lses=(*lses_at, *unused), out=to_out, lse=to_lse if lse else 0)
             packed.append(addresses + rest)
         return packed
+
+
+def operands_of(infos: Sequence[ArrayInfo]) -> list[Operand]:
+    """Layout of arrays that are merged, or written."""
+    return [Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides)) for x in infos]
 
 
 def plan_merge(

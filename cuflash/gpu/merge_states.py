@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..plan.partial import partial_layout
-from ..problem.arrays import ArrayInfo
 from ..problem.parts import Parts, result_operands
-from ..problem.problem import Operand, alignment_of
 from .compile import kernel_function
-from .merge import MAX_PARTS, Merge, plan_merge
+from .merge import MAX_PARTS, Merge, operands_of, plan_merge
 from .workspace import Result, allocate_with_workspace, launch_merge
 
 
@@ -37,7 +35,7 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     shape, dtype = parts.outs[0].shape, parts.lses[0].dtype
     rows, width = shape[:-1], shape[-1]
     out_result, lse_result = result_operands(parts)
-    outs, lses = _operands(parts.outs), _operands(parts.lses)
+    outs, lses = operands_of(parts.outs), operands_of(parts.lses)
     out_pointers, lse_pointers = ([info.pointer for info in infos] for infos in (parts.outs, parts.lses))
     if parts.strides is not None or parts.num_parts <= MAX_PARTS:
         whole = plan_merge(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
@@ -55,10 +53,6 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     steps_apart = out_step, lse_step
     last = plan_merge(rows, width, [partial_out], [partial_lse], out_result, lse_result, num_groups, steps_apart)
     return [*steps, Step(last, [workspace], [partial_lses], out, lse)]
-
-
-def _operands(infos: list[ArrayInfo]) -> list[Operand]:
-    return [Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides)) for x in infos]
 
 
 def merge_on_gpu(parts: Parts) -> tuple[Any, Any]:

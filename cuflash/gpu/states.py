@@ -10,13 +10,13 @@ import numpy as np
 from ..plan.partial import PARTIAL_COLUMNS, partial_traits
 from ..plan.plan import make_plan
 from ..problem.arrays import DTYPES, ArrayInfo, inspect
-from ..problem.problem import ARRAYS, Operand, Problem, alignment_of, result_rows
+from ..problem.problem import ARRAYS, Problem
 from ..problem.states import State, share_offset, writes_state
 from ..settings import settings
 from .compile import kernel_function
 from .launch import Launch, device_info
-from .merge import MAX_PARTS, Merge, plan_merge
-from .workspace import Result, launch_merge
+from .merge import Merge, operands_of, plan_merge
+from .workspace import launch_merge, results_of
 
 
 def empty_state(shape: tuple[int, ...], dtype: str, device_id: int) -> State:
@@ -31,12 +31,10 @@ def results_for(problem: Problem, device_id: int, out: Any, lse: Any) -> tuple[A
     """Allocate the results that a call names and is not given."""
     import cupy
 
-    rows, traits, strides = result_rows(problem), problem.traits, problem.strides
+    new_out, new_lse = results_of(problem)
     with cupy.cuda.Device(device_id):
-        if out is None and strides.out is not None:
-            out = Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out).allocate(cupy)
-        if lse is None and strides.lse is not None:
-            lse = Result(rows, traits.lse_dtype, strides.lse).allocate(cupy)
+        out = new_out.allocate(cupy) if out is None and new_out is not None else out
+        lse = new_lse.allocate(cupy) if lse is None and new_lse is not None else lse
     return out, lse
 
 
@@ -86,15 +84,11 @@ def state_of_sinks(xp: Any, sinks: Any, state: State) -> State:
 def _merge(states: Sequence[State], out: Any, sums: Any) -> None:
     import cupy
 
-    if len(states) > MAX_PARTS:
-        first = empty_state(states[0].out.shape, states[0].out.dtype.name, out.device.id)
-        _merge(states[:MAX_PARTS], first.out, first.sums)
-        return _merge([first, *states[MAX_PARTS:]], out, sums)
     outs, all_sums = [_info(x.out) for x in states], [_info(x.sums) for x in states]
     result, result_sums = _info(out), None if sums is None else _info(sums)
     merge = merge_of_states(outs, all_sums, result, result_sums)
-    with cupy.cuda.Device(out.device.id):
-        function = kernel_function(merge.program, out.device.id)
+    with cupy.cuda.Device(result.device):
+        function = kernel_function(merge.program, result.device)
         at = [x.pointer for x in outs], [x.pointer for x in all_sums]
         launch_merge(function, merge, *at, result.pointer, result_sums.pointer if result_sums else 0)
 
@@ -102,15 +96,11 @@ def _merge(states: Sequence[State], out: Any, sums: Any) -> None:
 def merge_of_states(
     outs: Sequence[ArrayInfo], all_sums: Sequence[ArrayInfo], out: ArrayInfo, sums: ArrayInfo | None
 ) -> Merge:
-    """How states are merged into another one, or into results, whose `sums` are an lse."""
-    merged = [_operand(x) for x in outs], [_operand(x) for x in all_sums]
-    result, result_sums = _operand(out), _operand(sums) if sums else None
+    """How states, `MAX_PARTS` at most, are merged into another one, or into results, whose `sums` are an lse."""
+    merged, (result,) = (operands_of(outs), operands_of(all_sums)), operands_of([out])
+    result_sums = operands_of([sums])[0] if sums else None
     return plan_merge(out.shape[:-1], out.shape[-1], *merged, result, result_sums, len(outs), None)
 
 
 def _info(x: Any) -> ArrayInfo:
     return inspect("state", x)
-
-
-def _operand(x: ArrayInfo) -> Operand:
-    return Operand(x.dtype, x.strides, alignment_of(x.pointer, x.shape, x.strides))

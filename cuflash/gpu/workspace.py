@@ -12,7 +12,7 @@ import numpy as np
 from ..plan.partial import partial_layout, partial_of, result_axes
 from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
-from ..problem.problem import Operand, Problem
+from ..problem.problem import Operand, Problem, result_rows
 from .arguments import start
 from .compile import kernel_function
 from .merge import NUM_THREADS, Merge, plan_merge
@@ -93,6 +93,13 @@ class Result:
         offset = -(-prod(self.shape) * self.dtype.itemsize // BOUNDARY) * BOUNDARY
         memory = cupy.empty(offset + workspace, np.uint8)
         return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides), memory[offset:]
+
+
+def results_of(problem: Problem) -> tuple[Result | None, Result | None]:
+    """Return `out` and `lse` as they would be allocated; None for those that the problem has not."""
+    rows, traits, strides = result_rows(problem), problem.traits, problem.strides
+    out = None if strides.out is None else Result((*rows, traits.head_dim_v), traits.out_dtype, strides.out)
+    return out, None if strides.lse is None else Result(rows, traits.lse_dtype, strides.lse)
 
 
 def is_capturing(cupy: Any) -> bool:

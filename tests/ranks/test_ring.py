@@ -447,9 +447,11 @@ def test_results_over_a_bias(name: str) -> None:
 
 
 def test_shards_of_what_is_no_array() -> None:
-    with pytest.raises(TypeError, match="x has a list, expected NumPy or CuPy arrays"):
+    with pytest.raises(TypeError, match="x is a list, expected a NumPy or CuPy array"):
         shard([1, 2, 3], 0, 2, axis=0)
     with pytest.raises(TypeError, match="parts is a NoneType, expected a list of arrays; gather gives it to one rank"):
         unshard(None)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="parts has a NoneType, expected NumPy or CuPy arrays"):
+    with pytest.raises(TypeError, match=r"parts\[1\] is None, expected a NumPy or CuPy array"):
         unshard([np.ones((2, 3)), None])
+    with pytest.raises(ValueError, match=r"axis is 7, but x has shape \(4, 3\)"):
+        shard(np.ones((4, 3)), 0, 2, axis=7)
