@@ -108,6 +108,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "gpu-logs", help="folder for the full output")
     parser.add_argument("--results", type=Path, help="folder for what the benchmark stores; default: that of the logs")
     parser.add_argument("--backends", nargs="*", choices=("gpu", "numpy"), default=("gpu", "numpy"), help="to measure")
+    workers = min(8, os.cpu_count() or 1)
+    parser.add_argument("--workers", type=int, default=workers, help=f"processes for the tests (default: {workers})")
     parser.add_argument("--tools", nargs="*", default=TOOLS, help="which of compute-sanitizer's tools")
     parser.add_argument("--kernels", nargs="*", default=kernel_names()[:-1], help="for the sanitizer")
     parser.add_argument("--cases", nargs="*", default=[], help="parts of case names for the sanitizer")
@@ -122,7 +124,9 @@ def main() -> int:
         begin = time.perf_counter()
         if step == "tests":
             # What measures time runs alone, after the others.
-            workers = ["-n", str(min(8, os.cpu_count() or 1))]
+            workers = ["-n", str(arguments.workers)]
+            # What the import compiles is compiled once, not by each process.
+            subprocess.run([sys.executable, "-c", "import cuflash"], cwd=ROOT, check=True)
             summary.append(_finish("tests", _run("tests", [*PYTEST, "gpu and not alone", *workers], logs), begin))
             begin = time.perf_counter()
             summary.append(_finish("tests-alone", _run("tests-alone", [*PYTEST, "gpu and alone"], logs), begin))

@@ -3,8 +3,8 @@
 mpiexec -n 2 python benchmarks/ranks.py [--seqlen 32768 131072] [--heads 16] [--head-dim 128] [--dtype bfloat16]
 
 Each rank takes the next GPU of its machine and NCCL connects them; `--backend numpy` tries the script out without. The
-time is that of the slowest rank, the least of some calls. Behind it, for one more call, when each step's products and
-transfers began and ended.
+time is that of the slowest rank, the median of some calls, between which one GPU does it all. Behind it, for one more
+call, when each step's products and transfers began and ended.
 """
 
 from __future__ import annotations
@@ -51,14 +51,21 @@ class Gpu:
         elapsed: float = self.xp.cuda.get_elapsed_time(first, second)
         return elapsed
 
-    def begin_memory(self) -> None:
-        self.xp.get_default_memory_pool().free_all_blocks()
-        self._before = self.xp.get_default_memory_pool().used_bytes()
+    def peak_of(self, function: Any) -> int:
+        """Bytes in use, at most, during a call beside what there was."""
+        pool, peak = self.xp.get_default_memory_pool(), 0
+        before: int = pool.used_bytes()
 
-    def memory(self) -> int:
-        """Bytes that the pool has asked the driver for beside what there was."""
-        total: int = self.xp.get_default_memory_pool().total_bytes()
-        return total - self._before
+        class Peak(self.xp.cuda.MemoryHook):  # type: ignore[misc,name-defined]
+            name = "peak"
+
+            def malloc_postprocess(self, **_: Any) -> None:
+                nonlocal peak
+                peak = max(peak, pool.used_bytes())
+
+        with Peak():
+            function()
+        return peak - before
 
 
 class Host:
@@ -75,25 +82,31 @@ class Host:
     def milliseconds(self, first: Any, second: Any) -> float:
         return 1e3 * float(second - first)
 
-    def begin_memory(self) -> None:
-        pass
-
-    def memory(self) -> int:
+    def peak_of(self, function: Any) -> int:
         return 0
 
 
-def seconds(device: Gpu | Host, function: Any, alone: bool) -> float:
-    """Least time of some calls, of all ranks together or of rank 0 alone."""
-    found = []
+def seconds(device: Gpu | Host, together: Any, alone: Any) -> tuple[float, float]:
+    """Median times of all ranks together, the slowest one's, and of rank 0 alone, which take turns.
+
+    A GPU is slower when it has worked for a while, so neither may be measured before the other.
+    """
+    found: list[tuple[float, float]] = []
     for _ in range(REPEATS + 1):
-        if not alone:
-            WORLD.Barrier()
-        began = time.perf_counter()
-        function()
-        device.wait()
-        found.append(time.perf_counter() - began)
-    least = min(found[1:])
-    return least if alone else WORLD.allreduce(least, op=MPI.MAX)
+        WORLD.Barrier()
+        both = WORLD.allreduce(_seconds(device, together), op=MPI.MAX)
+        own = _seconds(device, alone) if WORLD.rank == 0 else 0.0
+        found.append((both, own))
+    middle = [sorted(times)[REPEATS // 2] for times in zip(*found[1:], strict=True)]
+    return middle[0], middle[1]
+
+
+def _seconds(device: Gpu | Host, function: Any) -> float:
+    device.wait()
+    began = time.perf_counter()
+    function()
+    device.wait()
+    return time.perf_counter() - began
 
 
 def timeline(device: Gpu | Host, function: Any) -> list[tuple[str, float, float]]:
@@ -125,6 +138,7 @@ def timeline(device: Gpu | Host, function: Any) -> list[tuple[str, float, float]
     ring._begin, ring._meet = marked_begin, marked_meet
     try:
         device.wait()
+        WORLD.Barrier()
         zero = device.now()
         function()
         device.wait()
@@ -139,40 +153,30 @@ def draw(device: Gpu | Host, chosen: argparse.Namespace, seqlen: int) -> list[An
     return [x.astype(DTYPES[chosen.dtype]) for x in drawn]
 
 
-def measure_together(
-    device: Gpu | Host, chosen: argparse.Namespace, seqlen: int, causal: bool
-) -> tuple[float, int, list[tuple[str, float, float]]]:
-    """Seconds of all ranks together, bytes beside the arrays, and the timeline."""
-    q, k, v = draw(device, chosen, seqlen // WORLD.size)
-    out = device.xp.empty_like(q)
+def measure(device: Gpu | Host, chosen: argparse.Namespace, seqlen: int, causal: bool) -> None:
+    """Measure all ranks and one, and print both."""
+    mine = draw(device, chosen, seqlen // WORLD.size)
+    out = device.xp.empty_like(mine[0])
     layout: Any = "zigzag" if causal else "contiguous"
 
     def together() -> None:
-        attention(q, k, v, device.comm, layout=layout, causal=causal, out=out)
+        attention(*mine, device.comm, layout=layout, causal=causal, out=out)
 
-    device.begin_memory()
     together()
-    device.wait()
-    memory = device.memory()
-    return seconds(device, together, alone=False), memory, timeline(device, together)
-
-
-def measure(device: Gpu | Host, chosen: argparse.Namespace, seqlen: int, causal: bool) -> None:
-    """Measure all ranks and one, and print both."""
-    together, memory, marks = measure_together(device, chosen, seqlen, causal)
+    memory = device.peak_of(together)
+    whole = draw(device, chosen, seqlen) if WORLD.rank == 0 else []
+    whole_out = device.xp.empty_like(whole[0]) if whole else None
+    both, one = seconds(device, together, lambda: cuflash.attention(*whole, causal=causal, out=whole_out))
+    marks = timeline(device, together)
     if WORLD.rank == 0:
-        q, k, v = draw(device, chosen, seqlen)
-        out = device.xp.empty_like(q)
-        alone = seconds(device, lambda: cuflash.attention(q, k, v, causal=causal, out=out), alone=True)
         flops = 4 * chosen.heads * seqlen**2 * chosen.head_dim / (2 if causal else 1)
-        parts = memory / (2 * (q.nbytes // WORLD.size))
+        parts = memory / (mine[1].nbytes + mine[2].nbytes)
         kind = "causal, zigzag" if causal else "full"
         print(f"{chosen.dtype} H{chosen.heads} N{seqlen} D{chosen.head_dim} {kind}, {WORLD.size} ranks")
-        print(f"  one {1e3 * alone:.2f} ms, {flops / alone / 1e12:.1f} TFLOP/s; all {1e3 * together:.2f} ms")
-        print(f"  {alone / together:.3f} times as fast; {parts:.2f} parts of keys and values beside the arrays")
+        print(f"  one {1e3 * one:.2f} ms, {flops / one / 1e12:.1f} TFLOP/s; all {1e3 * both:.2f} ms")
+        print(f"  {one / both:.3f} times as fast; {parts:.2f} parts of keys and values beside the arrays")
         for name, first, last in marks:
-            print(f"    {name:<12} {first:8.2f} to {last:8.2f} ms")
-    WORLD.Barrier()
+            print(f"    {name:<12} {first:8.2f} to {last:8.2f} ms", flush=True)
 
 
 def main() -> None:

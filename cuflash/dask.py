@@ -384,7 +384,7 @@ def _attend(
 
 def _no_keys(shape: Lengths, dtype: str, q: Any) -> State:
     """State of queries that see nothing, where the array `q` is."""
-    return states.no_keys(shape, dtype, inspect("q", q).device)
+    return states.forget(states.empty_state(shape, dtype, inspect("q", q).device))
 
 
 def _finish(dtypes: Sequence[str], is_2d: bool, found: list[State], sinks: Any) -> list[Any]:

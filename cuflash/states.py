@@ -53,10 +53,14 @@ def attend(
     return state
 
 
-def no_keys(shape: tuple[int, ...], dtype: str, device: int) -> State:
-    """Return the state of queries that have seen nothing, with an output of that shape."""
+def empty_state(shape: tuple[int, ...], dtype: str, device: int) -> State:
+    """Return memory for the state of queries with an output of that shape, computed in `dtype`."""
     lse_dtype = "float64" if dtype == "float64" else "float32"
-    state = host.empty_state(shape) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
+    return host.empty_state(shape) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
+
+
+def forget(state: State) -> State:
+    """Write the state of queries that have seen nothing."""
     state.out[...], state.sums[...] = 0, 0
     state.sums[..., 0] = -np.inf
     return state

@@ -24,6 +24,13 @@ import pytest
 for _name in [name for name in os.environ if name.startswith("CUFLASH_") or name == "CUPY_TF32"]:
     del os.environ[_name]
 
+# Processes of `pytest -n` begin with one GPU after the other, before CUDA is asked which there are.
+_gpus = [str(number) for number, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+_worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+if _worker and len(_gpus) > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
+    _first = int(_worker.removeprefix("gw")) % len(_gpus)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(_gpus[_first:] + _gpus[:_first])
+
 # Programs that tests start find this checkout too.
 _paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH")]
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
@@ -129,6 +136,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that are the same in every run and different in every test."""
     return np.random.default_rng(list(request.node.name.encode()))
+
+
+@pytest.fixture(autouse=True)
+def _leave_memory_to_other_processes(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if _worker and request.node.get_closest_marker("gpu") and "cupy" in sys.modules:
+        sys.modules["cupy"].get_default_memory_pool().free_all_blocks()
 
 
 @contextmanager

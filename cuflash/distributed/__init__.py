@@ -314,6 +314,8 @@ def _common(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, Any]:
 def _with_batch(q: Any, problem: Problem) -> Any:
     """Give queries all the leading axes of the call, repeated where they have them not."""
     shape = (*problem.batch, problem.num_heads_q, problem.seqlen_q, problem.traits.head_dim)
+    if q.shape == shape:
+        return q
     return np.broadcast_to(q.reshape((1,) * (len(shape) - q.ndim) + q.shape), shape)
 
 

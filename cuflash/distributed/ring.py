@@ -13,7 +13,7 @@ import numpy as np
 
 from ..problem.arrays import HOST, ITEMSIZE
 from ..problem.states import State
-from ..states import attend, merge, no_keys, rows_of
+from ..states import attend, empty_state, forget, merge, rows_of
 from .agree import Link
 from .layout import Part, Segment, meeting_order, seen_keys
 
@@ -65,7 +65,7 @@ class Met(NamedTuple):
 def walk(task: Task, link: Link) -> State:
     """Attention of a rank's queries over the keys of all ranks."""
     shape = (*task.q.shape[:-1], task.v.shape[-1])
-    met = Met(no_keys(shape, task.dtype, task.device), set())
+    met = Met(empty_state(shape, task.dtype, task.device), set())
     own = keys = Keys(task.k, task.v, 0)
     for step in range(link.size):
         source = (link.rank - step) % link.size
@@ -77,6 +77,10 @@ def walk(task: Task, link: Link) -> State:
         keys = arriving
     for part_q, part_k in _meetings(task, link, link.rank, last=True):
         _meet(task, met, part_q, part_k, own, None)
+    for part in task.parts_q[link.rank]:
+        for segment in part:
+            if segment not in met.segments:
+                forget(rows_of(met.state, slice(segment.at, segment.at + segment.length)))
     return met.state
 
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import numpy as np
 
 POLL = 20e-6
-"""Seconds between looks for what is not there yet."""
+"""Seconds between looks for what is not there yet; waking takes longer."""
+EAGER = 1e-3
+"""Seconds to look all the time, before that."""
+_streams = threading.local()
+"""Of a thread, by device: messages of calls that take turns may share one."""
 _abandoned: list[Any] = []
 """Messages of calls that ended by an error, with their memory."""
 
@@ -52,28 +57,41 @@ class NcclLink:
         self.size: int = communicator.size()
         self.device: int | None = communicator.device_id()
         self._device = cupy.cuda.Device(self.device)
-        with self._device:
-            self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._gathering: Any = None
+        streams = vars(_streams)
+        if str(self.device) not in streams:
+            with self._device:
+                streams[str(self.device)] = cupy.cuda.Stream(non_blocking=True)
+        self._stream = streams[str(self.device)]
 
     def gather(self, record: np.ndarray) -> np.ndarray:
         """Return the records of all ranks, given one's own."""
+        import cupyx
         from cupy.cuda import nccl
 
+        shape = self.size, record.size
+        found: np.ndarray = cupyx.empty_pinned(shape, np.uint8)
+        found[self.rank] = record
         with self._device, self._stream:
-            mine, all_records = self._cupy.asarray(record), self._cupy.empty((self.size, record.size), np.uint8)
-            self._comm.allGather(mine.data.ptr, all_records.data.ptr, record.size, nccl.NCCL_UINT8, self._stream.ptr)
-            arrived = self._stream.record()
-            self._wait(arrived)
-            found: np.ndarray = all_records.get(stream=self._stream)
+            records = self._cupy.empty(shape, np.uint8)
+            mine = records[self.rank]
+            mine.set(found[self.rank], self._stream)
+            self._comm.allGather(mine.data.ptr, records.data.ptr, record.size, nccl.NCCL_UINT8, self._stream.ptr)
+            records.get(self._stream, out=found, blocking=False)
+            self._gathering = found, records
+            self._wait(self._stream.record())
+        self._gathering = None
         return found
 
     def _wait(self, event: Any) -> None:
         began = time.monotonic()
         while not event.done:
             self._comm.check_async_error()
-            if self._timeout is not None and time.monotonic() - began > self._timeout:
+            waited = time.monotonic() - began
+            if self._timeout is not None and waited > self._timeout:
                 raise TimeoutError(f"rank {self.rank} waited for all ranks to call for {self._timeout:g} seconds")
-            time.sleep(POLL)
+            if waited > EAGER:
+                time.sleep(POLL)
 
     def exchange(self, sends: list[tuple[Any, int]], receives: list[tuple[Any, int]]) -> Exchange:
         """Begin to send and to receive arrays, behind what the current stream has been given."""
@@ -95,7 +113,8 @@ class NcclLink:
 
     def abort(self, error: BaseException) -> None:
         """Abort the communicator, so that other ranks do not wait, and keep the memory of what was on its way."""
-        _abandoned.append(self._pending)
+        _abandoned.append((self._pending, self._gathering))
+        vars(_streams).pop(str(self.device), None)
         self._comm.abort()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,9 @@ import numpy as np
 from ..plan.partial import PARTIAL_COLUMNS, partial_traits
 from ..plan.plan import make_plan
 from ..problem.arrays import DTYPES, ArrayInfo, inspect
-from ..problem.problem import ARRAYS, Problem
+from ..problem.problem import ARRAYS, Operand, Problem
 from ..problem.states import State, share_offset, writes_state
-from ..settings import settings
+from ..settings import Settings, settings
 from .compile import kernel_function
 from .launch import Launch, device_info
 from .merge import Merge, operands_of, plan_merge
@@ -44,12 +45,17 @@ def attend_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], state: State, k
 
     device_id = infos["q"].device
     problem = writes_state(problem._replace(traits=partial_traits(problem.traits)), state)
-    launch = Launch(problem, make_plan(problem, device_info(device_id), settings()), device_id)
+    launch = _launch_of(problem, device_id, settings())
     pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
     pointers[_OUT], pointers[_LSE] = state.out.data.ptr, state.sums.data.ptr
     launch.run(pointers, state.out, state.sums)
     with cupy.cuda.Device(device_id):
         share_offset(cupy, problem, infos, state.sums, keys)
+
+
+@lru_cache(maxsize=1024)
+def _launch_of(problem: Problem, device_id: int, chosen: Settings) -> Launch:
+    return Launch(problem, make_plan(problem, device_info(device_id), chosen), device_id)
 
 
 _OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
@@ -99,7 +105,18 @@ def merge_of_states(
     """How states, `MAX_PARTS` at most, are merged into another one, or into results, whose `sums` are an lse."""
     merged, (result,) = (operands_of(outs), operands_of(all_sums)), operands_of([out])
     result_sums = operands_of([sums])[0] if sums else None
-    return plan_merge(out.shape[:-1], out.shape[-1], *merged, result, result_sums, len(outs), None)
+    return _merge_of(out.shape, *map(tuple, merged), result, result_sums)
+
+
+@lru_cache(maxsize=1024)
+def _merge_of(
+    shape: tuple[int, ...],
+    outs: tuple[Operand, ...],
+    all_sums: tuple[Operand, ...],
+    out: Operand,
+    sums: Operand | None,
+) -> Merge:
+    return plan_merge(shape[:-1], shape[-1], outs, all_sums, out, sums, len(outs), None)
 
 
 def _info(x: Any) -> ArrayInfo:
