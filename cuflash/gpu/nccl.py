@@ -61,7 +61,8 @@ class NcclLink:
         streams = vars(_streams)
         if str(self.device) not in streams:
             with self._device:
-                streams[str(self.device)] = cupy.cuda.Stream(non_blocking=True)
+                # Above the products, whose blocks would all go first: meanwhile the other rank's wait on its GPU.
+                streams[str(self.device)] = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._stream = streams[str(self.device)]
 
     def gather(self, record: np.ndarray) -> np.ndarray:
