@@ -3,8 +3,8 @@
 mpiexec -n 2 python benchmarks/ranks.py [--seqlen 32768 131072] [--heads 16] [--head-dim 128] [--dtype bfloat16]
 
 Each rank takes the next GPU of its machine and NCCL connects them; `--backend numpy` tries the script out without. The
-time is that of the slowest rank, the median of some calls, between which one GPU does it all. Behind it, for one more
-call, when each step's products and transfers began and ended.
+time is that of the slowest rank, of calls that follow one another; in turn with them one GPU does it all. Behind it,
+for one more call, when each step's products and transfers began and ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cuflash.gpu.nccl import communicator_by_mpi
 from cuflash.problem.arrays import DTYPES
 
 WORLD = MPI.COMM_WORLD
-REPEATS = 5
+ROUNDS, SECONDS = 3, 0.4
 
 
 class Gpu:
@@ -87,26 +87,31 @@ class Host:
 
 
 def seconds(device: Gpu | Host, together: Any, alone: Any) -> tuple[float, float]:
-    """Median times of all ranks together, the slowest one's, and of rank 0 alone, which take turns.
+    """Median times of a call of all ranks together, the slowest one's, and of rank 0 alone, which take turns.
 
-    A GPU is slower when it has worked for a while, so neither may be measured before the other.
+    Calls follow one another for a while, as those of a model's layers do: what a GPU's clock makes of a burst behind a
+    pause is another thing, and it is slower when it has worked for long, so neither may be measured before the other.
     """
     found: list[tuple[float, float]] = []
-    for _ in range(REPEATS + 1):
+    once = WORLD.allreduce(_seconds(device, together, 1), op=MPI.MAX)
+    num_calls = max(2, min(50, round(SECONDS / once)))
+    for _ in range(ROUNDS):
         WORLD.Barrier()
-        both = WORLD.allreduce(_seconds(device, together), op=MPI.MAX)
-        own = _seconds(device, alone) if WORLD.rank == 0 else 0.0
+        both = WORLD.allreduce(_seconds(device, together, num_calls), op=MPI.MAX)
+        own = _seconds(device, alone, num_calls) if WORLD.rank == 0 else 0.0
         found.append((both, own))
-    middle = [sorted(times)[REPEATS // 2] for times in zip(*found[1:], strict=True)]
+    middle = [sorted(times)[ROUNDS // 2] for times in zip(*found, strict=True)]
     return middle[0], middle[1]
 
 
-def _seconds(device: Gpu | Host, function: Any) -> float:
-    device.wait()
-    began = time.perf_counter()
+def _seconds(device: Gpu | Host, function: Any, num_calls: int) -> float:
     function()
     device.wait()
-    return time.perf_counter() - began
+    began = time.perf_counter()
+    for _ in range(num_calls):
+        function()
+    device.wait()
+    return (time.perf_counter() - began) / num_calls
 
 
 def timeline(device: Gpu | Host, function: Any) -> list[tuple[str, float, float]]:
