@@ -29,7 +29,18 @@ from .checks import (
     with_heads,
 )
 from .kind import Kind
-from .problem import ARRAYS, Cache, Dtypes, Problem, Strides, Traits, dense_shapes, varlen_shapes
+from .problem import (
+    ARRAYS,
+    HEAD_ARRAYS,
+    PAIR_ARRAYS,
+    Cache,
+    Dtypes,
+    Problem,
+    Strides,
+    Traits,
+    dense_shapes,
+    varlen_shapes,
+)
 from .signatures import Causal
 
 
@@ -137,27 +148,24 @@ def problem_with_options(
     window: Any = None,
     query_offset: Any = None,
     scale: Any = None,
-    bias: Any = None,
-    mask: Any = None,
     softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
     workspace: Any = None,
+    **arrays: Any,
 ) -> Problem:
     """Check the options of a call; return the problem.
 
+    `arrays` are those of `PAIR_ARRAYS` and `HEAD_ARRAYS` that the operation takes, by name, None where there is none.
     `shapes` are those of the arrays, `bottom_right` is the query offset if the last query stands at the last key, and
     None where lengths are not known. Arrays get the names that they have in a problem.
     """
-    given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    for name, x in given.items():
-        if x is not None:
-            optional_array(infos, name, x, ("bool",) if name == "mask" else FLOAT_NAMES, shapes[name])
+    for name in (*PAIR_ARRAYS, *HEAD_ARRAYS):
+        if arrays.get(name) is not None:
+            optional_array(infos, name, arrays[name], ("bool",) if name == "mask" else FLOAT_NAMES, shapes[name])
     right, offset = parse_causal(causal, query_offset, bottom_right)
     if query_offset is not None and offset is None:
         optional_array(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
@@ -258,12 +266,7 @@ def _traits(
         softcap=cap,
         window=window != (None, None),
         bias=infos["bias"].dtype if "bias" in infos else "",
-        mask="mask" in infos,
-        alibi_slopes="alibi_slopes" in infos,
-        sinks="sinks" in infos,
-        query_offset="query_offset" in infos,
-        seqlens_k="seqlens_k" in infos,
-        page_table="page_table" in infos,
         input_alignment=1,
         result_alignment=1,
+        **{name: name in infos for name in ("mask", *HEAD_ARRAYS, "query_offset", "seqlens_k", "page_table")},
     )

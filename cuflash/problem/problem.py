@@ -172,6 +172,8 @@ class Problem(NamedTuple):
         return describe_in_words(self)
 
 
+PAIR_ARRAYS = ("bias", "mask")
+"""Arguments with a value for each pair of a query and a key."""
 HEAD_ARRAYS = ("alibi_slopes", "sinks")
 """Arguments with a value for each query head."""
 
@@ -286,4 +288,4 @@ def describe_in_words(problem: Problem) -> str:
     return ", ".join(parts)
 
 
-_NAMED = ("seqlens_k", "bias", "mask", *HEAD_ARRAYS, "lse")
+_NAMED = ("seqlens_k", *PAIR_ARRAYS, *HEAD_ARRAYS, "lse")

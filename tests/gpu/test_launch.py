@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense, log, lse, states
+from cuflash import dense, log, states
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu import launch, workspace
 from cuflash.gpu import states as gpu_states
@@ -364,7 +364,7 @@ def test_other_lengths_without_values_are_not_checked_again(
     expected = {n: call(n) for n in (100, 1, 301)}
     assert all(problem.traits.op == "attention_lse" and problem.strides.v is None for problem in expected.values())
     monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(lse, "describe_attention_lse", None)
+    monkeypatch.setattr(dense, "describe_attention_lse", None)
     assert {n: call(n) for n in expected} == expected
 
 
