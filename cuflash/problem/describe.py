@@ -227,12 +227,10 @@ def first_keys(info: ArrayInfo, length: int) -> ArrayInfo:
 
 def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
     """Return the problem of a checked call, given all of it but what its kind finds."""
-    given = [infos.get(name) for name in ARRAYS]
-    problem = Kind(like).at(
-        tuple([info and info.shape for info in given]),
-        [info and info.strides for info in given],
-        [info.pointer if info else 0 for info in given],
-    )
+    given = [infos[name] for name in ARRAYS if name in infos]
+    pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
+    places = [place for place, name in enumerate(ARRAYS) if name in infos]
+    problem = Kind(like, places).at([info.shape for info in given], [info.strides for info in given], pointers)
     assert problem is not None, "lengths are checked"
     return problem
 
