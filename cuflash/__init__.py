@@ -9,13 +9,12 @@ __version__ = "0.2.0"
 
 from . import reference
 from .cache import KVCache
-from .dense import attention
+from .dense import attention, attention_lse
 from .doctor import show_config
 from .explain import explain, warmup
 from .explanation import Explanation
 from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
 from .kv_cache import attention_with_kv_cache
-from .lse import attention_lse
 from .merge import merge_attention_states
 from .options import check_environment, options
 from .varlen import attention_varlen

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import __version__
+from .dense import attention_lse
 from .doctor import doctor
 from .explain import FUNCTIONS, explain
 from .kv_cache import attention_with_kv_cache
-from .lse import attention_lse
 from .options import options
 from .plan.gated import GATED_KERNELS, GatedSpec
 from .plan.table import KERNELS, KernelSpec

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from .cpu.execute import HostCall, execute_on_host, find_on_host
-from .gpu.launch import Launch, execute_on_gpu, find_on_gpu
+from .gpu.execute import execute_on_gpu, find_on_gpu
+from .gpu.launch import Launch
 from .problem.arrays import DTYPES, HOST, ArrayInfo
 from .problem.problem import Problem
 from .settings import settings

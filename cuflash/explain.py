@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 
 from .cpu.execute import check_settings
-from .dense import attention
+from .dense import attention, attention_lse
 from .explanation import Explanation
 from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
 from .gpu.compile import KernelCompileError, compile_offline, kernel_function
 from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
 from .kv_cache import attention_with_kv_cache
-from .lse import attention_lse
 from .plan.build import Program
 from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
 from .plan.plan import Plan, make_plan, refusals

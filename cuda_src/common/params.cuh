@@ -54,7 +54,6 @@ struct AttentionParams {
     Strides v_new_strides;
     long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;  // of a cache with lengths of its own: what it has room for
-    Divisor seqlen_new;  // keys that are appended to a cache
     long long query_offset_value;
     Divisor num_m_blocks;      // tiles along the rows of one head (packed sequences: upper bound over all of them)
     Divisor planes_at_once;    // heads whose tiles take turns, those with the most keys first; 0: one after another
@@ -67,17 +66,18 @@ struct AttentionParams {
     long long split_size;  // keys of each of them, counted from key 0; 0: those that the tile sees are shared out
     long long out_split_stride;
     long long lse_split_stride;
-
     long long cu_seqlens_q_stride;
     long long cu_seqlens_k_stride;
-    Divisor batch_shape[kBatchAxes];
-    Divisor group_size;       // query heads per key head
-    Divisor packed_heads;     // query heads that share a tile: 1 or group_size
-    Divisor head_tiles;       // tiles that hold one query of each head
-    long long num_batches;    // product of batch_shape; packed sequences: 1
     long long num_sequences;  // packed sequences only
+    Divisor seqlen_new;       // keys that are appended to a cache
     long long num_pages;      // of a cache
     Divisor page_size;
+
+    Divisor batch_shape[kBatchAxes];
+    Divisor group_size;     // query heads per key head
+    Divisor packed_heads;   // query heads that share a tile: 1 or group_size
+    Divisor head_tiles;     // tiles that hold one query of each head
+    long long num_batches;  // product of batch_shape; packed sequences: 1
     long long window_left;
     long long window_right;
 

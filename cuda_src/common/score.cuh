@@ -7,8 +7,10 @@
 
 namespace cuflash {
 
-constexpr bool kHasRowTerms = kBiasDtype != 0 || kHasMask || kHasAlibi;  // logits need more than their scores
-constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;               // logits are scores times the scale
+constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;   // to scaled scores
+constexpr bool kHasRowTerms = kAddsTerms || kHasMask;       // logits need more than their scores
+constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;  // logits are scores times the scale
+constexpr bool kOnlySlopes = kHasAlibi && kBiasDtype == 0 && !kHasMask && !kHasSoftcap;  // beside the scale
 
 // What the logits of a row need beside its scores.
 struct LogitRow {

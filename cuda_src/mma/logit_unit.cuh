@@ -11,7 +11,7 @@ constexpr bool kPerRow = kHasRowTerms;              // logits need more than the
 // Features alone, which have a short form, see mma/logits.cuh.
 constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
 // Slopes alone are part of what products are added to, but where other instructions must not touch that.
-constexpr bool kShiftedLogits = kHasAlibi && !kHasSoftcap && kBiasDtype == 0 && !kHasMask && kProducers == 0;
+constexpr bool kShiftedLogits = kOnlySlopes && kProducers == 0;
 
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {
@@ -33,7 +33,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
     unit.multiplier = static_cast<Accumulator>(kLog2E);
     unit.scale = score_scale(params);
     if constexpr (kUsualSoftcap) {
-        if (kBiasDtype == 0 && !kHasAlibi) {
+        if (!kAddsTerms) {
             unit.factor = static_cast<Accumulator>(params.softcap);
             unit.multiplier = static_cast<Accumulator>(params.softcap * kLog2E);
         }
@@ -63,7 +63,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
     } else if constexpr (!kHasSoftcap) {
         // A multiplier near the end of the range might count as 0, and 0 x -inf is no hidden score. Slopes are divided
         // by it.
-        constexpr Accumulator kLeast = kHasAlibi ? 1e-6 : 1e-30, kMost = kHasAlibi ? 1e6 : 1e31;
+        constexpr Accumulator kLeast = kAddsTerms ? 1e-6 : 1e-30, kMost = kAddsTerms ? 1e6 : 1e31;
         const Accumulator multiplier = static_cast<Accumulator>(params.scale * kLog2E);
         const bool is_low = !(multiplier >= kLeast);
         unit.scaled = kBiasDtype != 0 || is_low ||
@@ -87,7 +87,7 @@ __device__ __forceinline__ Accumulator capped_score(const LogitUnit& unit, Accum
     // tanh(x) = 1 - 2 / (exp(2 x) + 1), to 2e-7 of 1
     const float power = exp2_approximate(score * unit.softcap_in_bits);
     const float capped = multiply_add(-2.0f, reciprocal_approximate(power + 1), 1.0f);
-    if constexpr (kUsualSoftcap) return kBiasDtype == 0 && !kHasAlibi ? capped : capped * unit.scale.softcap;
+    if constexpr (kUsualSoftcap) return kAddsTerms ? capped * unit.scale.softcap : capped;
     // to 3e-7 of itself, by its series where it is small; tanhf would be as exact, with a branch for each score
     const float x = score * unit.scale.scale_by_softcap, square = x * x;
     float series = multiply_add(square, 62.0f / 2835, -17.0f / 315);

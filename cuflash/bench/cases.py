@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dense import attention
-from ..lse import attention_lse
+from ..dense import attention, attention_lse
 from ..plan.table import KERNELS
 from ..problem.arrays import DTYPES, FLOAT_NAMES
 from .gated import gated_cases, small_gated_cases

@@ -5,16 +5,18 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import chain
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from ..plan.axes import BATCH_AXES, Axes
-from ..plan.partial import partial_of, partial_results
+from ..plan.axes import BATCH_AXES
+from ..plan.partial import partial_of, partial_strides
 from ..plan.plan import Plan
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import ARRAYS, HEAD_ARRAYS, Dtypes, Problem, Strides, Traits
+from ..problem.problem import ARRAYS, HEAD_ARRAYS, Cache, Problem
 
 Fields = tuple[tuple[str, str], ...]
 """Names of a struct's fields with their `struct` formats."""
@@ -30,29 +32,35 @@ STRIDES: Fields = tuple(
 LENGTHS: Fields = (
     ("seqlen_q", "q"),
     ("seqlen_k", "q"),
-    ("seqlen_new", DIVISOR),
     ("query_offset_value", "q"),
     ("num_m_blocks", DIVISOR),
     ("planes_at_once", DIVISOR),
     ("tiles_at_once", DIVISOR),
     ("heads_continue", "q"),
     ("first_block", "q"),
+)
+SPLITS: Fields = (
     ("num_splits", DIVISOR),
     ("split_size", "q"),
     ("out_split_stride", "q"),
     ("lse_split_stride", "q"),
 )
-OTHERS: Fields = (
+SEQUENCES: Fields = (
     ("cu_seqlens_q_stride", "q"),
     ("cu_seqlens_k_stride", "q"),
+    ("num_sequences", "q"),
+)
+CACHED: Fields = (
+    ("seqlen_new", DIVISOR),
+    ("num_pages", "q"),
+    ("page_size", DIVISOR),
+)
+OTHERS: Fields = (
     ("batch_shape", DIVISOR * BATCH_AXES),
     ("group_size", DIVISOR),
     ("packed_heads", DIVISOR),
     ("head_tiles", DIVISOR),
     ("num_batches", "q"),
-    ("num_sequences", "q"),
-    ("num_pages", "q"),
-    ("page_size", DIVISOR),
     ("window_left", "q"),
     ("window_right", "q"),
     ("scale", "d"),
@@ -68,8 +76,10 @@ OTHERS: Fields = (
     ("cu_seqlens_q_size", "i"),
     ("cu_seqlens_k_size", "i"),
 )
-"""What calls of the same kind with other lengths share, in most cases: it is packed once for them."""
-FIELDS: Fields = (*POINTERS, *STRIDES, *LENGTHS, *OTHERS)
+"""What calls of the same kind with other lengths share where the same tile serves them: it is packed once for them."""
+VALUES: Fields = (*STRIDES, *LENGTHS, *SPLITS, *SEQUENCES, *CACHED, *OTHERS)
+"""What stands behind the addresses."""
+FIELDS: Fields = (*POINTERS, *VALUES)
 """Every field; tests have the compiler confirm names and offsets."""
 
 
@@ -86,8 +96,9 @@ def packer(fields: Fields) -> Callable[..., bytes]:
     return pack
 
 
-_pack_lengths = packer(LENGTHS)
-_pack_others = packer(OTHERS)
+_pack_lengths, _pack_splits, _pack_sequences, _pack_cached, _pack_others = map(
+    packer, (LENGTHS, SPLITS, SEQUENCES, CACHED, OTHERS)
+)
 pack_pointers = struct.Struct("=" + "".join(code for _, code in POINTERS)).pack
 LARGEST = 4096
 """Bytes of arguments that a kernel can have."""
@@ -129,108 +140,110 @@ def start(function: Any, grid: tuple[int], block: tuple[int], shared_memory: int
     _free_buffers.append(buffer)
 
 
-def pack_values(problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
-    """Pack what stands behind the addresses, for one launch of a plan."""
-    strides, split_strides = problem.strides, (0, 0)
-    if plan.num_splits > 1:
-        split_strides = partial_of(problem).strides
-        strides = partial_results(problem).strides
-    varlen = problem.traits.op == "attention_varlen"
-    num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
-    lengths = _pack_lengths(
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=problem.seqlen_k,
-        seqlen_new=divisor(problem.cache.num_new if problem.cache else 0),
-        query_offset_value=problem.query_offset or 0,
-        num_m_blocks=divisor(num_m_blocks),
-        planes_at_once=divisor(planes_at_once),
-        tiles_at_once=divisor(planes_at_once * num_m_blocks),
-        heads_continue=not varlen and plan.num_batches > 1 and _heads_continue(problem, plan, strides),
-        first_block=first_block,
+_NO_SPLITS = _pack_splits(num_splits=divisor(1), split_size=0, out_split_stride=0, lse_split_stride=0)
+_NO_SEQUENCES = _pack_sequences(cu_seqlens_q_stride=0, cu_seqlens_k_stride=0, num_sequences=0)
+_NOT_CACHED = _pack_cached(seqlen_new=divisor(0), num_pages=0, page_size=divisor(0))
+
+
+class Packer:
+    """Packs what stands behind the addresses. What neither lengths nor strides change is packed once.
+
+    Parameters
+    ----------
+    like, plan
+        A problem of the same kind, and a plan by which as many query heads share a tile, the same leading axes are
+        walked, and keys are split or not.
+    """
+
+    def __init__(self, like: Problem, plan: Plan) -> None:
+        traits, dtypes, axes, num_batch = like.traits, like.dtypes, plan.batch_axes, len(like.batch)
+        self._is_split = plan.num_splits > 1
+        self._varlen = traits.op == "attention_varlen"
+        if not self._varlen:
+            strides = self._strides(like)[:_NUM_STRIDED]
+            # An array without strides is an offset for all batches, or not there.
+            self._given = itemgetter(*[i for i, steps in enumerate(strides) if steps])
+            self._num_batch = num_batch
+            self._merged = [axis for axis, _ in axes] if len(axes) != num_batch else None
+            self._pack_strides = _packer_of_strides([len(steps or ()) for steps in strides], num_batch, len(axes))
+        self._others = _pack_others(
+            batch_shape=[*divisor(1) * (BATCH_AXES - len(axes)), *(x for _, length in axes for x in divisor(length))],
+            group_size=divisor(plan.group_size),
+            packed_heads=divisor(plan.packed_heads),
+            head_tiles=divisor(like.num_heads_q // plan.packed_heads),
+            num_batches=prod(length for _, length in axes),
+            window_left=OPEN_WINDOW if like.window_left is None else like.window_left,
+            window_right=OPEN_WINDOW if like.window_right is None else like.window_right,
+            scale=like.scale,
+            softcap=traits.softcap,
+            scale_by_softcap=like.scale / traits.softcap if traits.softcap else 0.0,
+            head_dim=traits.head_dim,
+            head_dim_v=traits.head_dim_v,
+            offset_from_lengths=like.bottom_right,
+            **{f"{name}_dtype": FLOAT_CODES.get(getattr(dtypes, name), 0) for name in HEAD_ARRAYS},
+            query_offset_size=_integer_size(dtypes.query_offset),
+            seqlens_k_size=_integer_size(dtypes.seqlens_k),
+            page_table_size=_integer_size(dtypes.page_table),
+            cu_seqlens_q_size=_integer_size(dtypes.cu_seqlens_q),
+            cu_seqlens_k_size=_integer_size(dtypes.cu_seqlens_k),
+        )
+
+    def __call__(self, problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
+        """Pack them for one launch of a plan."""
+        strides, varlen, cache = self._strides(problem), self._varlen, problem.cache
+        num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
+        lengths = _pack_lengths(
+            seqlen_q=problem.seqlen_q,
+            seqlen_k=problem.seqlen_k,
+            query_offset_value=problem.query_offset or 0,
+            num_m_blocks=divisor(num_m_blocks),
+            planes_at_once=divisor(planes_at_once),
+            tiles_at_once=divisor(planes_at_once * num_m_blocks),
+            heads_continue=plan.num_batches > 1 and not varlen and _heads_continue(problem, plan, strides),
+            first_block=first_block,
+        )
+        steps = _varlen_strides(strides) if varlen else self._dense_strides(strides)
+        splits = _splits(problem, plan) if self._is_split else _NO_SPLITS
+        sequences = _sequences(problem) if varlen else _NO_SEQUENCES
+        return steps + lengths + splits + sequences + (_cached(cache) if cache else _NOT_CACHED) + self._others
+
+    def _strides(self, problem: Problem) -> tuple[Any, ...]:
+        """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
+        return partial_strides(problem) if self._is_split else problem.strides
+
+    def _dense_strides(self, strides: tuple[Any, ...]) -> bytes:
+        given = self._given(strides)
+        if self._merged is not None:
+            given = [(*(steps[axis] for axis in self._merged), *steps[self._num_batch :]) for steps in given]
+        return self._pack_strides(*chain.from_iterable(given))
+
+
+def _splits(problem: Problem, plan: Plan) -> bytes:
+    out_stride, lse_stride = partial_of(problem).strides
+    return _pack_splits(
         num_splits=divisor(plan.num_splits),
         split_size=plan.split_size,
-        out_split_stride=split_strides[0],
-        lse_split_stride=split_strides[1],
-    )
-    others = _others(
-        problem.traits,
-        problem.dtypes,
-        plan.batch_axes,
-        (problem.num_heads_q, plan.group_size, plan.packed_heads),
-        problem.window_left,
-        problem.window_right,
-        problem.scale,
-        strides[_CU_SEQLENS],
-        problem.batch[0] if varlen else 0,
-        problem.bottom_right,
-        (problem.cache.num_pages, problem.cache.page_size) if problem.cache else (0, 0),
-    )
-    packed = _varlen_strides(strides) if varlen else _dense_strides(strides, len(problem.batch), plan)
-    return packed + lengths + others
-
-
-@lru_cache(maxsize=1024)
-def _others(
-    traits: Traits,
-    dtypes: Dtypes,
-    batch_axes: Axes,
-    heads: tuple[int, int, int],
-    window_left: int | None,
-    window_right: int | None,
-    scale: float,
-    cu_seqlens_strides: tuple[tuple[int, ...] | None, ...],
-    num_sequences: int,
-    offset_from_lengths: bool,
-    pages: tuple[int, int],
-) -> bytes:
-    num_heads, group_size, packed_heads = heads
-    cu_seqlens_q_stride, cu_seqlens_k_stride = (strides[0] if strides else 0 for strides in cu_seqlens_strides)
-    return _pack_others(
-        cu_seqlens_q_stride=cu_seqlens_q_stride,
-        cu_seqlens_k_stride=cu_seqlens_k_stride,
-        batch_shape=[
-            *divisor(1) * (BATCH_AXES - len(batch_axes)),
-            *(x for _, length in batch_axes for x in divisor(length)),
-        ],
-        group_size=divisor(group_size),
-        packed_heads=divisor(packed_heads),
-        head_tiles=divisor(num_heads // packed_heads),
-        num_batches=prod(length for _, length in batch_axes),
-        num_sequences=num_sequences,
-        num_pages=pages[0],
-        page_size=divisor(pages[1]),
-        window_left=OPEN_WINDOW if window_left is None else window_left,
-        window_right=OPEN_WINDOW if window_right is None else window_right,
-        scale=scale,
-        softcap=traits.softcap,
-        scale_by_softcap=scale / traits.softcap if traits.softcap else 0.0,
-        head_dim=traits.head_dim,
-        head_dim_v=traits.head_dim_v,
-        offset_from_lengths=offset_from_lengths,
-        **{f"{name}_dtype": FLOAT_CODES.get(getattr(dtypes, name), 0) for name in HEAD_ARRAYS},
-        query_offset_size=_integer_size(dtypes.query_offset),
-        seqlens_k_size=_integer_size(dtypes.seqlens_k),
-        page_table_size=_integer_size(dtypes.page_table),
-        cu_seqlens_q_size=_integer_size(dtypes.cu_seqlens_q),
-        cu_seqlens_k_size=_integer_size(dtypes.cu_seqlens_k),
+        out_split_stride=out_stride,
+        lse_split_stride=lse_stride,
     )
 
 
-def _dense_strides(strides: Strides, num_batch: int, plan: Plan) -> bytes:
-    axes = plan.batch_axes
-    given = strides[:_NUM_STRIDED]
-    pack = _packer_of_strides(tuple([steps and len(steps) for steps in given]), num_batch, len(axes))
-    if len(axes) != num_batch:
-        given = tuple([steps and (*(steps[axis] for axis, _ in axes), *steps[num_batch:]) for steps in given])
-    return pack(*sum(filter(None, given), ()))
+def _sequences(problem: Problem) -> bytes:
+    strides_q, strides_k = problem.strides.cu_seqlens_q, problem.strides.cu_seqlens_k
+    assert strides_q and strides_k, "packed sequences have boundaries"
+    return _pack_sequences(
+        cu_seqlens_q_stride=strides_q[0], cu_seqlens_k_stride=strides_k[0], num_sequences=problem.batch[0]
+    )
 
 
-@lru_cache(maxsize=1024)
-def _packer_of_strides(lengths: tuple[Any, ...], num_batch: int, num_axes: int) -> Callable[..., bytes]:
-    """Make a function that packs the strides of dense arrays, given how many each has before its axes are merged.
+def _cached(cache: Cache) -> bytes:
+    return _pack_cached(
+        seqlen_new=divisor(cache.num_new), num_pages=cache.num_pages, page_size=divisor(cache.page_size)
+    )
 
-    An array without strides is an offset for all batches, or not there.
-    """
+
+def _packer_of_strides(lengths: list[int], num_batch: int, num_axes: int) -> Callable[..., bytes]:
+    """Make a function that packs the strides of dense arrays, given how many each has before its axes are merged."""
     before = 8 * (BATCH_AXES - num_axes)
     codes = []
     for length in lengths:
@@ -239,7 +252,7 @@ def _packer_of_strides(lengths: tuple[Any, ...], num_batch: int, num_axes: int) 
     return struct.Struct("=" + "".join(codes)).pack
 
 
-def _varlen_strides(strides: Strides) -> bytes:
+def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
     """Strides of packed sequences, which have the heads behind the rows."""
     packed = bytearray(_STRIDES_SIZE)
     for name, place, given in zip(ARRAYS, _STRIDES_PLACES, strides, strict=False):
@@ -258,14 +271,13 @@ def _varlen_strides(strides: Strides) -> bytes:
 _STEPS_SIZE = struct.calcsize("=" + STRIDES[0][1])
 _STRIDES_SIZE = _STEPS_SIZE * len(STRIDES)
 _NUM_STRIDED = len(STRIDES)
-_CU_SEQLENS = slice(_NUM_STRIDED, None)
 _NEW = ARRAYS.index("k_new"), ARRAYS.index("v_new")
 _WITH_KEY_HEADS = ARRAYS.index("k"), ARRAYS.index("v")
 _STRIDES_PLACES = range(0, _STRIDES_SIZE, _STEPS_SIZE)
 _PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AXES + 4)]
 
 
-def _heads_continue(problem: Problem, plan: Plan, strides: Strides) -> bool:
+def _heads_continue(problem: Problem, plan: Plan, strides: tuple[Any, ...]) -> bool:
     """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
 
     False where the heads of all batches would not be counted by 32 bits, and where batches have lengths or pages.

@@ -1,9 +1,4 @@
-"""From a plan to the results: allocates them, fills the argument struct, launches.
-
-A call that looks like an earlier one - same shapes, strides, dtypes, alignments and options - finds its `Launch` in a
-bounded cache and costs one look-up, one allocation per result and the launch itself. Any other call goes the whole way,
-on which what does not depend on lengths is remembered.
-"""
+"""From a plan to the results: allocates them, fills the argument struct, launches."""
 
 from __future__ import annotations
 
@@ -15,30 +10,20 @@ from typing import Any
 import numpy as np
 
 from ..log import DEBUG, is_enabled, log_call, log_plan
-from ..plan.partial import partial_results
+from ..plan.partial import partial_strides
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
 from ..plan.tiles import APPENDING, PREPARING
-from ..problem.arrays import ArrayInfo, cupy_ndarray, extent, overlaps_itself
+from ..problem.arrays import extent
 from ..problem.checks import workspace_size
-from ..problem.kind import Kind
 from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, shapes_of
 from ..settings import settings
-from .arguments import pack_pointers, pack_values, start
+from .arguments import Packer, pack_pointers, start
 from .compile import kernel_function, nvrtc_version
 from .installed import WGMMA_NVRTC
-from .workspace import allocate_with_workspace, check_size, is_capturing, results_of, split_of
+from .workspace import allocate_with_workspace, is_capturing, results_of, split_of
 
-CACHE_SIZE = 4096
-_launches: dict[Any, Launch] = {}
-_kinds: dict[Any, Kind] = {}
-
-_NO_POINTERS = (0,) * (len(ARRAYS) - 3)
-_OTHERS = 13
-"""Where in a key the arrays beside q, k and v begin: each has shape, strides, dtype, alignment and device."""
-_NOT_GIVEN = (None,) * 5
-_NO_OTHERS = _NOT_GIVEN * (len(ARRAYS) - 3)
-_K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("k", "v", "out", "lse", "k_new"))
+_K, _V, _OUT, _LSE = map(ARRAYS.index, ("k", "v", "out", "lse"))
 _RESULTS = slice(_OUT, _LSE + 1)
 
 
@@ -54,7 +39,8 @@ class Launch:
         "_problem", "_split", "device_id", "plan",
     )  # fmt: skip
 
-    def __init__(self, problem: Problem, plan: Plan, device_id: int) -> None:
+    def __init__(self, problem: Problem, plan: Plan, device_id: int, packer: Packer | None = None) -> None:
+        packer = packer or Packer(problem, plan)
         self.plan = plan
         self.device_id = device_id
         self._problem = problem
@@ -62,54 +48,52 @@ class Launch:
         self._get_device = self._cupy.cuda.runtime.getDevice
         self._function: Any = kernel_function(plan.program, device_id) if plan.num_blocks else None
         self._block = (plan.tile.num_threads,)
-        self._parts = launch_parts(problem, plan)
+        self._parts = launch_parts(problem, plan, packer)
         preparation = plan.preparation
         self._preparing: Any = kernel_function(preparation.program, device_id) if preparation else None
         self._append: Any = None
         if plan.append is not None:
             function = kernel_function(plan.append.program, device_id)
-            self._append = function, (plan.append.num_blocks,), pack_values(problem, plan)
+            packed = self._parts[0][1] if self._parts else packer(problem, plan)
+            self._append = function, (plan.append.num_blocks,), packed
         self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
         self._out, self._lse = results_of(problem)
-        self._extents: list[tuple[int, int]] | None = None
+        self._extents: dict[int, tuple[int, int]] | None = None
         log_plan(problem, plan)
 
     @property
-    def extents(self) -> list[tuple[int, int]]:
-        """How far each array reaches from its address."""
+    def extents(self) -> dict[int, tuple[int, int]]:
+        """How far each array of the call reaches from its address, by its place."""
         if self._extents is None:
             problem = self._problem
-            described = zip(shapes_of(problem), problem.strides, itemsizes(problem), strict=True)
-            self._extents = [
-                (0, 0) if steps is None else extent(0, shape, steps, size) for shape, steps, size in described
-            ]
+            described = zip(range(len(ARRAYS)), shapes_of(problem), problem.strides, itemsizes(problem), strict=True)
+            self._extents = {
+                i: extent(0, shape, steps, size) for i, shape, steps, size in described if steps is not None
+            }
         return self._extents
 
     def results_apart(self, pointers: list[int]) -> bool:
         """Whether what is written certainly shares no memory with another array of the call (False: look closer)."""
-        extents = self.extents
+        reached = {i: (pointers[i] + low, pointers[i] + high) for i, (low, high) in self.extents.items()}
         for result in (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE):
-            begin, end = extents[result]
-            begin, end = pointers[result] + begin, pointers[result] + end
-            # What is written is one of the arrays: it shares memory with itself.
-            others = zip(pointers, extents, strict=True)
-            sharing = [p for p, (low, high) in others if begin < p + high and p + low < end]
-            if begin < end and len(sharing) > 1:
-                return False
+            if result in reached:
+                begin, end = reached[result]
+                # What is written is one of the arrays: it shares memory with itself.
+                if begin < end and sum([begin < high and low < end for low, high in reached.values()]) > 1:
+                    return False
         return True
 
     def takes(self, workspace: Any, pointers: list[int]) -> bool:
         """Whether a given workspace certainly serves the call (False: look closer)."""
-        gpu_type: Any = _gpu_type()
-        if type(workspace) is not gpu_type or workspace.dtype != np.uint8:
+        if type(workspace) is not self._cupy.ndarray or workspace.dtype != np.uint8:
             return False
         data, size = workspace.data, workspace.size
         if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.device_id:
             return False
         low, high = data.ptr, data.ptr + size
         apart = all(
-            p + end <= low or high <= p + begin or begin == end
-            for p, (begin, end) in zip(pointers, self.extents, strict=True)
+            pointers[i] + end <= low or high <= pointers[i] + begin or begin == end
+            for i, (begin, end) in self.extents.items()
         )
         return apart and workspace_size(low, size) >= self.plan.workspace
 
@@ -192,11 +176,11 @@ class Launch:
             start(self._function, grid, self._block, self.plan.program.shared_memory, arguments)
 
 
-def launch_parts(problem: Problem, plan: Plan) -> tuple[Part, ...]:
+def launch_parts(problem: Problem, plan: Plan, packer: Packer) -> tuple[Part, ...]:
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
-        return (((plan.num_blocks,), pack_values(problem, plan), None),)
-    strides = (partial_results(problem) if plan.num_splits > 1 else problem).strides
+        return (((plan.num_blocks,), packer(problem, plan), None),)
+    strides = partial_strides(problem) if plan.num_splits > 1 else problem.strides
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = tuple(
@@ -205,19 +189,8 @@ def launch_parts(problem: Problem, plan: Plan) -> tuple[Part, ...]:
         )
         for first_block in range(0, plan.num_blocks, MAX_GRID):
             grid = (min(MAX_GRID, plan.num_blocks - first_block),)
-            parts.append((grid, pack_values(problem, plan, first_block), offsets if index else None))
+            parts.append((grid, packer(problem, plan, first_block), offsets if index else None))
     return tuple(parts)
-
-
-_found_gpu_type: type | None = None
-
-
-def _gpu_type() -> type | None:
-    """CuPy's array type, looked up until there is one."""
-    global _found_gpu_type
-    if _found_gpu_type is None:
-        _found_gpu_type = cupy_ndarray()
-    return _found_gpu_type
 
 
 @lru_cache(maxsize=64)
@@ -230,101 +203,3 @@ def device_info(device_id: int) -> Device:
     capability = int(device.compute_capability)
     memory = attributes["MaxSharedMemoryPerBlockOptin"] or attributes["MaxSharedMemoryPerBlock"]
     return Device(capability, memory, attributes["MultiProcessorCount"], nvrtc_version() >= WGMMA_NVRTC)
-
-
-def find_on_gpu(
-    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
-) -> tuple[Any, Launch | None, list[int]]:
-    """Look up the launch of an earlier call of the same form; see `dispatch.find`."""
-    gpu_type = type(q)
-    if v is None:
-        v = k  # the options say that there are no values, and nobody reads what stands for them
-    if gpu_type is not _gpu_type() or type(k) is not gpu_type or type(v) is not gpu_type:
-        return None, None, []
-    q_data, k_data, v_data = q.data, k.data, v.data
-    pointers = [q_data.ptr, k_data.ptr, v_data.ptr]
-    alignment = (pointers[0] & 15) << 8 | (pointers[1] & 15) << 4 | pointers[2] & 15
-    devices = q_data.device_id, k_data.device_id, v_data.device_id
-    key: tuple[Any, ...] = (
-        options, settings(), alignment, devices, q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape,
-        v.strides, v.dtype
-    )  # fmt: skip
-    if others is None:
-        pointers += _NO_POINTERS
-    else:
-        parts: list[Any] = []
-        for array in others:
-            if array is None:
-                parts += _NOT_GIVEN
-                pointers.append(0)
-            elif type(array) is gpu_type:
-                data = array.data
-                pointer = data.ptr
-                pointers.append(pointer)
-                parts += (array.shape, array.strides, array.dtype, pointer & 15, data.device_id)
-            else:
-                return None, None, []
-        left = len(ARRAYS) - len(pointers)
-        pointers += _NO_POINTERS[:left]
-        key += (*parts, *_NO_OTHERS[: 5 * left])
-    try:
-        launch = _launches.get(key)
-    except TypeError:
-        return None, None, pointers
-    if launch is None:
-        launch = _launch_of_known_kind(key, pointers)
-    return key, launch, pointers
-
-
-def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of a call's key its lengths do not change."""
-    options, chosen, _, devices, q_shape, _, q_dtype, k_shape, _, k_dtype, v_shape, _, v_dtype = key[:_OTHERS]
-    fixed: tuple[Any, ...]
-    if options[0] != "attention_varlen":
-        # An array of one axis, which is wrong, has no last axis behind a sequence.
-        features = q_shape[-2:][1:], k_shape[-2:][1:], v_shape[-2:][1:]
-        fixed = q_shape[:-2], k_shape[:-2], v_shape[:-2], features
-    else:
-        fixed = q_shape[1:], k_shape[1:], v_shape[1:]
-    others = key[_OTHERS:]
-    return options, chosen, devices, q_dtype, k_dtype, v_dtype, fixed, others[2::5], others[4::5]
-
-
-def _launch_of_known_kind(key: tuple[Any, ...], pointers: list[int]) -> Launch | None:
-    """Plan a call that an earlier one differs from in lengths and strides alone; None if it has to be checked."""
-    kind = _kinds.get(_kind_key(key))
-    if kind is None:
-        return None
-    others = key[_OTHERS:] or _NO_OTHERS
-    shapes, strides = (*key[4:_OTHERS:3], *others[::5]), (*key[5:_OTHERS:3], *others[1::5])
-    dtypes = (*key[6:_OTHERS:3], *others[2::5])
-    for i in (_OUT, _LSE) if shapes[_K_NEW] is None else (_K, _V, _OUT, _LSE):
-        if shapes[i] is not None and overlaps_itself(shapes[i], strides[i], dtypes[i].itemsize):
-            return None
-    problem = kind.at(shapes, strides, pointers)
-    if problem is None:
-        return None
-    device_id = key[3][0]
-    launch = Launch(problem, make_plan(problem, device_info(device_id), key[1]), device_id)
-    _remember(_launches, key, launch)
-    return launch
-
-
-def _remember(cache: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(cache) >= CACHE_SIZE:
-        cache.clear()  # atomic, unlike removing the oldest entry while other threads add theirs
-    cache[key] = value
-
-
-def execute_on_gpu(problem: Problem, infos: dict[str, ArrayInfo], key: Any, out: Any, lse: Any) -> Any:
-    """Compute a checked problem; `out` and `lse` are the caller's own objects, which are returned if given."""
-    device_id = infos["q"].device
-    plan = make_plan(problem, device_info(device_id), settings())
-    check_size(infos, plan.workspace)
-    launch = Launch(problem, plan, device_id)
-    if key is not None:
-        _remember(_launches, key, launch)
-        _remember(_kinds, _kind_key(key), Kind(problem))
-    pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
-    workspace = infos["workspace"].array if "workspace" in infos else None
-    return launch.run(pointers, out, lse, workspace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from ..problem.problem import Traits
@@ -59,29 +60,21 @@ class Build:
             )
             for tile in self.tiles
         ]
-        self._choices: dict[tuple[int | None, ...], Choice] = {}
         self._preparing: Program | None = None
         self._appending: Program | None = None
         self._programs: dict[tuple[Tile, bool], Program] = {}
 
     def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
-        """Tile and splits that take the least time; remembered. No tile `prepares` where that can't be."""
-        rounded_lengths = rounded(lengths)
-        key = prepares, *rounded_lengths
-        choice = self._choices.get(key)
-        if choice is None:
-            if len(self._choices) >= CACHE_SIZE:
-                self._choices.clear()
-            multiprocessors = self._device.num_multiprocessors
-            choice = cheapest(
-                self._paces, self._cost, Lengths(*rounded_lengths), self._traits.head_dim_v, multiprocessors, prepares
+        """Tile and splits that take the least time. No tile `prepares` where that can't be."""
+        multiprocessors = self._device.num_multiprocessors
+        choice = cheapest(
+            self._paces, self._cost, Lengths(*rounded(lengths)), self._traits.head_dim_v, multiprocessors, prepares
+        )
+        if choice.time == float("inf"):
+            raise ValueError(
+                f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
+                f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
             )
-            if choice.time == float("inf"):
-                raise ValueError(
-                    f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
-                    f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
-                )
-            self._choices[key] = choice
         return choice
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
@@ -120,11 +113,30 @@ class Build:
         return self._preparing
 
 
-_builds: dict[tuple[Traits, Device, Settings], list[Build]] = {}
+class Builds(list[Build]):
+    """What follows from traits: a build, and others if their kernels may take less time."""
+
+    def __init__(self, builds: Iterable[Build]) -> None:
+        super().__init__(builds)
+        self._chosen: dict[tuple[int | None, ...], tuple[Build, Choice]] = {}
+
+    def choose(self, lengths: Lengths, prepares: bool = True) -> tuple[Build, Choice]:
+        """Return the build that takes the least time, and what it chooses, remembered; of equal ones the first."""
+        key = prepares, *rounded(lengths)
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            if len(self._chosen) >= CACHE_SIZE:
+                self._chosen.clear()
+            found = [(build, build.choose(lengths, prepares)) for build in self]
+            chosen = self._chosen[key] = min(found, key=lambda pair: pair[1].time)
+        return chosen
 
 
-def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Build]:
-    """Return what follows from the traits, remembered: a build, and others if their kernels may take less time.
+_builds: dict[tuple[Traits, Device, Settings], Builds] = {}
+
+
+def find_builds(traits: Traits, device: Device, settings: Settings) -> Builds:
+    """Return what follows from the traits, remembered.
 
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve them.
     """
@@ -137,7 +149,7 @@ def find_builds(traits: Traits, device: Device, settings: Settings) -> list[Buil
         if not settings.kernel and not settings.tile:
             others = [spec for spec in KERNELS if spec.name in specs[0].yields_to]
             specs += [spec for spec in others if spec.refusal(traits, device) is None]
-        builds = _builds[key] = [Build(spec, traits, device, settings) for spec in specs]
+        builds = _builds[key] = Builds(Build(spec, traits, device, settings) for spec in specs)
     return builds
 
 
@@ -147,16 +159,6 @@ def build_of_rows(traits: Traits, device: Device, settings: Settings) -> Build:
         return find_builds(traits, device, settings)[0]
     specs = [spec for spec in KERNELS if spec.row_by_row and spec.refusal(traits, device) is None]
     return find_builds(traits, device, settings._replace(kernel=specs[0].name))[0]
-
-
-def choose_build(builds: list[Build], lengths: Lengths, prepares: bool) -> tuple[Build, Choice]:
-    """Return the build that takes the least time, and what it chooses; of equal ones the first."""
-    chosen = builds[0], builds[0].choose(lengths, prepares)
-    for build in builds[1:]:
-        choice = build.choose(lengths, prepares)
-        if choice.time < chosen[1].time:
-            chosen = build, choice
-    return chosen
 
 
 def _allowed_tiles(spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> list[Tile]:

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE, contiguous_strides
-from ..problem.problem import Operand, Problem, Traits, alignment_of
+from ..problem.problem import Operand, Problem, Strides, Traits, alignment_of
 
 PARTIAL_COLUMNS = 3
 """Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
@@ -56,9 +56,8 @@ def partial_traits(traits: Traits) -> Traits:
     return traits._replace(out_dtype=out_dtype, result_alignment=16)
 
 
-def partial_results(problem: Problem) -> Problem:
-    """Return the problem whose `out` and `lse` are those of one split."""
+def partial_strides(problem: Problem) -> Strides:
+    """Strides of a problem whose `out` and `lse` are those of one split."""
     partial = partial_of(problem)
-    out = partial.out.strides if problem.traits.has_values else None
-    strides = problem.strides._replace(out=out, lse=partial.lse.strides)
-    return problem._replace(traits=partial_traits(problem.traits), strides=strides)
+    q, k, v, _, _, *others = problem.strides
+    return Strides(q, k, v, partial.out.strides if problem.traits.has_values else None, partial.lse.strides, *others)

@@ -13,7 +13,7 @@ from ..problem.checks import BOUNDARY
 from ..problem.problem import Problem, Traits
 from ..settings import Settings
 from .axes import Axes, walked_axes
-from .build import Build, Program, build_of_rows, choose_build, find_builds
+from .build import Build, Program, build_of_rows, find_builds
 from .cost import Lengths, heads_per_tile, lengths_of, walk_of
 from .partial import partial_of
 from .table import KERNELS, Device, KernelSpec, Tile
@@ -96,12 +96,13 @@ def make_plan(
     ValueError if `options(kernel=..., tile=...)` asks for what cannot serve the problem.
     """
     lengths = lengths_of(problem)
-    prepares = prepares and not (walked_axes(problem, False)[0] or problem.traits.seqlens_k)
+    outer_axes, batch_axes = walked_axes(problem, False)
+    prepares = prepares and not (outer_axes or problem.traits.seqlens_k)
     if problem.cache is not None and problem.cache.split_size is not None:
         build = build_of_rows(problem.traits, device, settings)
         tile, choice_splits = build.tiles[0], 1
     else:
-        build, choice = choose_build(find_builds(problem.traits, device, settings), lengths, prepares)
+        build, choice = find_builds(problem.traits, device, settings).choose(lengths, prepares)
         tile, choice_splits = build.tiles[choice.tile_idx], choice.num_splits
     split_size = 0
     if num_splits is None and problem.cache is not None:
@@ -114,7 +115,8 @@ def make_plan(
     is_split = num_splits > 1
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
-    outer_axes, batch_axes = walked_axes(problem, is_split)
+    if is_split:
+        outer_axes, batch_axes = walked_axes(problem, True)
     num_batches = 1
     for _, length in batch_axes:
         num_batches *= length
@@ -172,10 +174,12 @@ def _append(problem: Problem, build: Build) -> Append | None:
 
 def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> tuple[Preparation | None, int]:
     """What makes keys and values ready behind other things in a workspace, and how long that is with it."""
+    if not tile.prepared:
+        return None, workspace
     num_planes = problem.num_heads_kv
     if problem.traits.op != "attention_varlen":
         num_planes *= prod(problem.batch)
-    if not tile.prepared or not num_planes * problem.seqlen_k * problem.seqlen_q:
+    if not num_planes * problem.seqlen_k * problem.seqlen_q:
         return None, workspace
     row_k, row_v = build.spec.prepared_row(problem.traits)
     offset_k = round_up(workspace, BOUNDARY)

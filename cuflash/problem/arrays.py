@@ -225,6 +225,8 @@ def extent(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], items
     """First and one-past-last byte address that the elements touch (equal for an empty array)."""
     if 0 in shape:
         return pointer, pointer
+    if not strides or min(strides) >= 0:
+        return pointer, pointer + sum(map(mul, shape, strides)) - sum(strides) + itemsize
     low = high = pointer
     for length, stride in zip(shape, strides, strict=True):
         if stride > 0:

@@ -29,7 +29,18 @@ from .checks import (
     with_heads,
 )
 from .kind import Kind
-from .problem import ARRAYS, Cache, Dtypes, Problem, Strides, Traits, dense_shapes, varlen_shapes
+from .problem import (
+    ARRAYS,
+    HEAD_ARRAYS,
+    PAIR_ARRAYS,
+    Cache,
+    Dtypes,
+    Problem,
+    Strides,
+    Traits,
+    dense_shapes,
+    varlen_shapes,
+)
 from .signatures import Causal
 
 
@@ -137,27 +148,24 @@ def problem_with_options(
     window: Any = None,
     query_offset: Any = None,
     scale: Any = None,
-    bias: Any = None,
-    mask: Any = None,
     softcap: Any = None,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
     precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
     out_dtype: Any = None,
     workspace: Any = None,
+    **arrays: Any,
 ) -> Problem:
     """Check the options of a call; return the problem.
 
+    `arrays` are those of `PAIR_ARRAYS` and `HEAD_ARRAYS` that the operation takes, by name, None where there is none.
     `shapes` are those of the arrays, `bottom_right` is the query offset if the last query stands at the last key, and
     None where lengths are not known. Arrays get the names that they have in a problem.
     """
-    given = {"bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    for name, x in given.items():
-        if x is not None:
-            optional_array(infos, name, x, ("bool",) if name == "mask" else FLOAT_NAMES, shapes[name])
+    for name in (*PAIR_ARRAYS, *HEAD_ARRAYS):
+        if arrays.get(name) is not None:
+            optional_array(infos, name, arrays[name], ("bool",) if name == "mask" else FLOAT_NAMES, shapes[name])
     right, offset = parse_causal(causal, query_offset, bottom_right)
     if query_offset is not None and offset is None:
         optional_array(infos, "query_offset", query_offset, INTEGER_NAMES, batch, "or an int")
@@ -219,12 +227,10 @@ def first_keys(info: ArrayInfo, length: int) -> ArrayInfo:
 
 def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
     """Return the problem of a checked call, given all of it but what its kind finds."""
-    given = [infos.get(name) for name in ARRAYS]
-    problem = Kind(like).at(
-        tuple([info and info.shape for info in given]),
-        [info and info.strides for info in given],
-        [info.pointer if info else 0 for info in given],
-    )
+    given = [infos[name] for name in ARRAYS if name in infos]
+    pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
+    places = [place for place, name in enumerate(ARRAYS) if name in infos]
+    problem = Kind(like, places).at([info.shape for info in given], [info.strides for info in given], pointers)
     assert problem is not None, "lengths are checked"
     return problem
 
@@ -258,12 +264,7 @@ def _traits(
         softcap=cap,
         window=window != (None, None),
         bias=infos["bias"].dtype if "bias" in infos else "",
-        mask="mask" in infos,
-        alibi_slopes="alibi_slopes" in infos,
-        sinks="sinks" in infos,
-        query_offset="query_offset" in infos,
-        seqlens_k="seqlens_k" in infos,
-        page_table="page_table" in infos,
         input_alignment=1,
         result_alignment=1,
+        **{name: name in infos for name in ("mask", *HEAD_ARRAYS, "query_offset", "seqlens_k", "page_table")},
     )

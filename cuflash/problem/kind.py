@@ -39,9 +39,12 @@ class Kind:
     ----------
     like : Problem
         Any of this kind. What lengths, strides and addresses decide is not read, beside whether it has an lse.
+    given : sequence of int
+        Places in `ARRAYS` of the arrays that are given, in their order. Where the operation takes no values, those that
+        are given for them are not read.
     """
 
-    def __init__(self, like: Problem) -> None:
+    def __init__(self, like: Problem, given: Sequence[int]) -> None:
         traits = like.traits
         self._like = like
         self._packed = traits.op == "attention_varlen"
@@ -50,9 +53,10 @@ class Kind:
         self._head_dims = traits.head_dim, traits.head_dim_v
         self._sizes = itemsizes(like)
         self._has_values = values = traits.has_values
-        there = True, True, values, values, True, traits.bias, traits.mask, *like.dtypes
-        self._places = [i for i, found in enumerate(there) if found]
-        self._without_vectors = [i for i in self._places if i > _OUT]
+        self._has_lse = like.strides.lse is not None
+        self._read = [(place, i) for i, place in enumerate(given) if values or place != _V]
+        self._at = dict(self._read)
+        self._without_vectors = [place for place in self._at if place > _LSE] + [_LSE] * self._has_lse
         size = self._sizes[0]
         self._widths = (
             16 if (traits.head_dim | traits.head_dim_v) * size % 16 == 0 else size,
@@ -60,20 +64,21 @@ class Kind:
         )
         self._traits: dict[tuple[int, int], Traits] = {}
 
-    def at(self, shapes: tuple[Any, ...], strides: Sequence[Any], pointers: Sequence[int]) -> Problem | None:
+    def at(self, shapes: Sequence[Any], strides: Sequence[Any], pointers: Sequence[int]) -> Problem | None:
         """Return the problem of a call of this kind, None if its lengths do not fit each other.
 
         Parameters
         ----------
-        shapes, strides, pointers
-            Of the arrays in the order of `ARRAYS`, strides in bytes; None and 0 for those that are not given. Of values
-            that the operation does not take they may be anything.
+        shapes, strides
+            Of the given arrays, strides in bytes.
+        pointers
+            Addresses in the order of `ARRAYS`, 0 of those that are not given.
         """
         like = self._like
         batch, offset, cache, find_shapes = like.batch, like.query_offset, like.cache, self._shapes
         if self._packed:
-            boundaries = shapes[_CU_SEQLENS_Q]
-            if shapes[_CU_SEQLENS_K] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:
+            boundaries = shapes[self._at[_CU_SEQLENS_Q]]
+            if shapes[self._at[_CU_SEQLENS_K]] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:
                 return None
             batch = (boundaries[0] - 1,)
             seqlen_q, seqlen_k, num_values = shapes[0][0], shapes[1][0], shapes[2][0]
@@ -91,21 +96,20 @@ class Kind:
         if num_values != seqlen_k:
             return None
         targets = find_shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
-        found = list(strides)
-        if not self._has_values:
-            found[_V] = None
-        for i in self._places:
-            shape, target = shapes[i], targets[i]
-            if shape is None or (shape == target and not like.is_2d):
+        found: list[Any] = [None] * len(ARRAYS)
+        for place, i in self._read:
+            shape, target = shapes[i], targets[place]
+            if shape == target and not like.is_2d:
+                found[place] = strides[i]
                 continue
-            if i in _NOT_BROADCAST and shape != (target[1:] if like.is_2d else target):
+            if place in _NOT_BROADCAST and shape != (target[1:] if like.is_2d else target):
                 return None
-            found[i] = broadcast_strides(shape, strides[i], target)
-            if found[i] is None:
+            steps = found[place] = broadcast_strides(shape, strides[i], target)
+            if steps is None:
                 return None
         if found[_OUT] is None and self._has_values:
             found[_OUT] = strides_like(targets[_OUT], found[0], self._sizes[_OUT])
-        if found[_LSE] is None and like.strides.lse is not None:
+        if found[_LSE] is None and self._has_lse:
             found[_LSE] = strides_like(targets[_LSE], found[0], self._sizes[_LSE])
         widths = self._widths
         if not self._all_aligned(found, pointers):
@@ -119,38 +123,40 @@ class Kind:
             offset, like.bottom_right, like.scale, Strides(*found), like.dtypes, like.is_2d, cache,
         )  # fmt: skip
 
-    def _cache(self, shapes: tuple[Any, ...]) -> Cache:
+    def _cache(self, shapes: Sequence[Any]) -> Cache:
         """How keys and values lie in a call's cache."""
         assert self._like.cache is not None, "else it has none"
-        num_new = shapes[_K_NEW][-2] if shapes[_K_NEW] is not None else 0
+        num_new = shapes[self._at[_K_NEW]][-2] if _K_NEW in self._at else 0
         pages = (0, 0, 0)
         if self._like.traits.page_table:
-            pages = shapes[_K][0], shapes[_K][-2], shapes[_PAGE_TABLE][-1]
+            pages = shapes[_K][0], shapes[_K][-2], shapes[self._at[_PAGE_TABLE]][-1]
         return Cache(num_new, *pages, self._like.cache.num_splits, self._like.cache.split_size)
 
-    def _keys_in_cache(self, shapes: tuple[Any, ...]) -> int:
+    def _keys_in_cache(self, shapes: Sequence[Any]) -> int:
         """Keys of a batch, at most."""
         if not self._like.traits.page_table:
             return int(shapes[_K][-2])
         if self._like.traits.seqlens_k:
-            return int(shapes[_K][-2] * shapes[_PAGE_TABLE][-1])
+            return int(shapes[_K][-2] * shapes[self._at[_PAGE_TABLE]][-1])
         return self._like.seqlen_k
 
     def _all_aligned(self, strides: Sequence[Any], pointers: Sequence[int]) -> bool:
         """Whether everything certainly lies as it is best (False: look closer)."""
         q, k, v, out = strides[:4] if self._has_values else (*strides[:2], *strides[:2])
         sizes = self._sizes
-        if [q[-1], k[-1], v[-1], out[-1]] != sizes[:4]:
+        if (q[-1], k[-1], v[-1], out[-1]) != sizes[:4]:
             return False
         if gcd(16, *pointers[:4], *q[:-1], *k[:-1], *v[:-1], *out[:-1]) != 16:
             return False
-        return all(gcd(sizes[i], pointers[i], *(strides[i] or ())) == sizes[i] for i in self._without_vectors)
+        for place in self._without_vectors:
+            if gcd(sizes[place], pointers[place], *strides[place]) != sizes[place]:
+                return False
+        return True
 
     def _exact_widths(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int]:
         """Bytes that can move together of the inputs and of what is written; 1 if an element lies on no boundary."""
         widths = list(self._widths)
-        for i in self._places:
-            steps = strides[i]
+        for i, steps in enumerate(strides):
             if steps is None:
                 continue
             is_result, size = i in _RESULTS, self._sizes[i]

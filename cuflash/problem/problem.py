@@ -6,6 +6,7 @@ depend on are its `Traits`; lengths and strides stand beside them.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from .arrays import ITEMSIZE
@@ -172,6 +173,8 @@ class Problem(NamedTuple):
         return describe_in_words(self)
 
 
+PAIR_ARRAYS = ("bias", "mask")
+"""Arguments with a value for each pair of a query and a key."""
 HEAD_ARRAYS = ("alibi_slopes", "sinks")
 """Arguments with a value for each query head."""
 
@@ -234,12 +237,16 @@ def array_shapes(problem: Problem) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape, strides in named if strides is not None}
 
 
-def itemsizes(problem: Problem) -> list[int]:
+def itemsizes(problem: Problem) -> tuple[int, ...]:
     """Bytes of an element of each array in the order of `ARRAYS`, 0 for those whose type is not known."""
     traits = problem.traits
     dtype = traits.dtype
-    dtypes = dtype, dtype, dtype, traits.out_dtype, traits.lse_dtype, traits.bias, "bool", *problem.dtypes
-    return [ITEMSIZE[name] if name else 0 for name in dtypes]
+    return _itemsizes(dtype, dtype, dtype, traits.out_dtype, traits.lse_dtype, traits.bias, "bool", *problem.dtypes)
+
+
+@lru_cache(maxsize=256)
+def _itemsizes(*dtypes: str) -> tuple[int, ...]:
+    return tuple([ITEMSIZE[name] if name else 0 for name in dtypes])
 
 
 def alignment_of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -286,4 +293,4 @@ def describe_in_words(problem: Problem) -> str:
     return ", ".join(parts)
 
 
-_NAMED = ("seqlens_k", "bias", "mask", *HEAD_ARRAYS, "lse")
+_NAMED = ("seqlens_k", *PAIR_ARRAYS, *HEAD_ARRAYS, "lse")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.arguments import pack_pointers, pack_values
+from cuflash.gpu.arguments import Packer, pack_pointers
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import launch_parts
 from cuflash.gpu.merge import NUM_THREADS
@@ -308,7 +308,7 @@ class Emulator:
             made = [(*prepared, "prepared k"), (prepared[1], workspace + plan.workspace, "prepared v")]
             made = [found for found in made if found[0] < found[1]]
             kernel = compile_kernel(plan.preparation.program, self.sources)
-            _, packed, _ = launch_parts(problem, plan)[0]
+            _, packed, _ = launch_parts(problem, plan, Packer(problem, plan))[0]
             kernel.launch(
                 plan.preparation.num_blocks,
                 PREPARING.num_threads,
@@ -330,13 +330,13 @@ class Emulator:
         assert plan.append is not None, "else there is nothing to append"
         there = [(begin, end, name, name in ("k", "v")) for name, (_, begin, end) in spans.items() if begin < end]
         kernel = compile_kernel(plan.append.program, self.sources)
-        arguments = pack_pointers(*pointers, 0, 0) + pack_values(problem, plan)
+        arguments = pack_pointers(*pointers, 0, 0) + Packer(problem, plan)(problem, plan)
         kernel.launch(plan.append.num_blocks, APPENDING.num_threads, 0, arguments, there, self.seed)
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
             kernel = compile_kernel(plan.program, self.sources)
-            for grid, packed, offsets in launch_parts(problem, plan):
+            for grid, packed, offsets in launch_parts(problem, plan, Packer(problem, plan)):
                 steps = (0,) * len(pointers) if offsets is None else (*offsets, 0, 0)
                 at = [p + step if p else 0 for p, step in zip(pointers, steps, strict=True)]
                 arguments = pack_pointers(*at) + packed

@@ -11,7 +11,7 @@ import pytest
 
 import cuflash
 from cuflash import reference
-from cuflash.gpu import launch
+from cuflash.gpu import execute, launch
 from cuflash.gpu.compile import compile_offline
 from cuflash.plan.plan import make_plan
 from cuflash.problem.describe import describe_attention
@@ -175,7 +175,7 @@ def test_launches_in_parts_when_the_grid_is_too_large(monkeypatch: pytest.Monkey
     q = _draw(3, 5, 200, 32)
     expected = cuflash.attention(q, q, q, causal=True)
     monkeypatch.setattr(launch, "MAX_GRID", 7)
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(execute, "_launches", {})
     np.testing.assert_array_equal(cuflash.attention(q, q, q, causal=True).get(), expected.get())
 
 
@@ -339,7 +339,7 @@ def test_host_time() -> None:
     repeated = best(200, lambda: [cuflash.attention(q, q, q) for _ in range(200)])
 
     def new_lengths() -> None:
-        launch._launches.clear()
+        execute._launches.clear()
         for x in lengths:
             cuflash.attention(x, x, x)
 

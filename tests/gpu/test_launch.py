@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense, log, lse, states
+from cuflash import dense, log, states
 from cuflash.gpu import compile as compile_module
-from cuflash.gpu import launch, workspace
+from cuflash.gpu import execute, launch, workspace
 from cuflash.gpu import states as gpu_states
-from cuflash.gpu.arguments import LENGTHS, OTHERS, STRIDES
+from cuflash.gpu.arguments import VALUES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.describe import describe_attention, describe_attention_lse
@@ -34,7 +34,8 @@ cupy = pytest.importorskip("cupy", reason="needs CuPy, though no GPU")
 def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, workspace):
         monkeypatch.setattr(module, "kernel_function", lambda program, device_id: None)
-    monkeypatch.setattr(launch, "device_info", lambda device_id: device_of(90))
+    for module in (launch, execute):
+        monkeypatch.setattr(module, "device_info", lambda device_id: device_of(90))
     assert "cupy" in sys.modules
 
 
@@ -57,7 +58,7 @@ def _launch(q: Any, k: Any, v: Any, **options: Any) -> launch.Launch:
 def _fields(packed: bytes) -> dict[str, tuple[float, ...]]:
     """What stands behind the addresses of a struct."""
     found, offset = {}, 0
-    for name, code in (*STRIDES, *LENGTHS, *OTHERS):
+    for name, code in VALUES:
         found[name] = struct.unpack_from("=" + code, packed, offset)
         offset += struct.calcsize("=" + code)
     assert offset == len(packed)
@@ -221,7 +222,7 @@ numbers.Real.register(_Changing)
 @pytest.fixture
 def problems(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What calls compute, with empty caches and without a GPU."""
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(execute, "_launches", {})
     monkeypatch.setattr(launch.Launch, "run", lambda self, *_: self._problem)
     q = _array((2, 4, 100, 64), np.float16, "contiguous")
     tokens, lengths = _array((300, 4, 64), np.float16, "contiguous"), cupy.ndarray((4,), np.int32, q.data + (1 << 39))
@@ -348,9 +349,55 @@ def test_other_lengths_are_not_checked_again(
         return cuflash.attention(*arrays, **KINDS[kind](n, apart))
 
     expected = {n: call(n) for n in (100, 1, 301)}
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(execute, "_launches", {})
     monkeypatch.setattr(dense, "describe_attention", None)
     assert {n: call(n) for n in expected} == expected
+
+
+def _packed(n: int, x: Any) -> Any:
+    boundaries = x(n % 7 + 2, dtype=np.int32)
+    return cuflash.attention_varlen(*(x(n, 4, 64) for _ in range(3)), boundaries, causal=True, sinks=x(4))
+
+
+def _cached(n: int, x: Any) -> Any:
+    cache, new = [x(2, 4, 9000 + n, 64) for _ in range(2)], [x(2, 4, n % 5 + 1, 64) for _ in range(2)]
+    return cuflash.attention_with_kv_cache(
+        x(2, 8, 1, 64), *cache, seqlens_k=x(2, dtype=np.int32), k_new=new[0], v_new=new[1]
+    )
+
+
+def _paged(n: int, x: Any) -> Any:
+    cache, table = [x(900, 4, 16 + n % 3, 64) for _ in range(2)], x(2, n, dtype=np.int32)
+    return cuflash.attention_with_kv_cache(
+        x(2, 8, 1, 64), *cache, seqlens_k=x(2, dtype=np.int32), page_table=table, causal=True
+    )
+
+
+def _six_axes(n: int, x: Any) -> Any:
+    q = x(2, 1, 3, 2, 2, 4, n, 64)
+    return cuflash.attention(q, q if n % 2 else cupy.broadcast_to(q[:1, :, :1], q.shape), x(*q.shape))
+
+
+CALLS: dict[str, Any] = {
+    **{
+        name: lambda n, x, options=options: cuflash.attention(*(x(2, 4, n, 64) for _ in range(3)), **options(n, x))
+        for name, options in KINDS.items()
+    },
+    "few_queries": lambda n, x: cuflash.attention(x(4, n % 9, 64), *(x(2, 1000 + 9 * n, 64) for _ in range(2))),
+    "packed": _packed, "cached": _cached, "paged": _paged, "six_axes": _six_axes,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_what_is_remembered_holds_no_lengths(kind: str, problems: Any, apart: Any, monkeypatch: Any) -> None:
+    """Arguments are those of a call that is the first one, whichever tiles the others took."""
+    monkeypatch.setattr(launch.Launch, "run", lambda self, *_: self)
+    monkeypatch.setattr(execute, "_calls", {})
+    for n in (700, 1, 2, 129, 60, 300, 128):
+        found = CALLS[kind](n, apart)
+        alone = launch.Launch(found._problem, found.plan, 0)
+        assert found._parts == alone._parts and found._append == alone._append
+    assert len(execute._calls) == 1 and len(execute._launches) == 7
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lse"])
@@ -363,8 +410,8 @@ def test_other_lengths_without_values_are_not_checked_again(
 
     expected = {n: call(n) for n in (100, 1, 301)}
     assert all(problem.traits.op == "attention_lse" and problem.strides.v is None for problem in expected.values())
-    monkeypatch.setattr(launch, "_launches", {})
-    monkeypatch.setattr(lse, "describe_attention_lse", None)
+    monkeypatch.setattr(execute, "_launches", {})
+    monkeypatch.setattr(dense, "describe_attention_lse", None)
     assert {n: call(n) for n in expected} == expected
 
 

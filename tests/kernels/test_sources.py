@@ -312,7 +312,9 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.pack_values(problem, plan)
+    packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.Packer(problem, plan)(
+        problem, plan
+    )
     assert len(packed) == struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS))
     fields, offset = {}, 0
     for name, code in arguments.FIELDS:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import cuflash.plan.build
 import cuflash.plan.plan
-from cuflash.gpu.arguments import LENGTHS, STRIDES, pack_values
+from cuflash.gpu.arguments import VALUES, Packer
 from cuflash.plan.axes import BATCH_AXES
 from cuflash.plan.features import FEATURES, used_features
 from cuflash.plan.plan import Plan, make_plan, refusals
@@ -629,8 +629,8 @@ def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 def _heads_continue(problem: Problem) -> bool:
     """The field of the kernel's arguments."""
     plan = make_plan(problem, H200, AUTOMATIC)
-    packed = pack_values(problem, plan)
-    before = itertools.takewhile(lambda field: field[0] != "heads_continue", (*STRIDES, *LENGTHS))
+    packed = Packer(problem, plan)(problem, plan)
+    before = itertools.takewhile(lambda field: field[0] != "heads_continue", VALUES)
     return bool(struct.unpack_from("=q", packed, struct.calcsize("=" + "".join(code for _, code in before)))[0])
 
 

@@ -13,10 +13,10 @@ from emulator.test_kernels import assert_right, dtypes, rows
 
 import cuflash
 from cuflash import reference
-from cuflash.gpu import launch, workspace
+from cuflash.gpu import execute, launch, workspace
 from cuflash.gpu.compile import compile_offline
 from cuflash.plan import build, plan
-from cuflash.plan.partial import partial_of, partial_results
+from cuflash.plan.partial import partial_of, partial_strides, partial_traits
 from cuflash.plan.plan import make_plan, refusals
 from cuflash.plan.table import KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES as DTYPES_BY_NAME
@@ -69,17 +69,17 @@ def test_no_split_is_left_without_a_tile(dtype: str) -> None:
 
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
-    partial = partial_results(problem)
-    assert (partial.traits.out_dtype, partial.traits.lse_dtype) == ("float32", "float32")
+    traits, strides = partial_traits(problem.traits), partial_strides(problem)
+    assert (traits.out_dtype, traits.lse_dtype) == ("float32", "float32")
     assert partial_of(problem).strides == (3 * 8 * 128 * 4, 3 * 8 * 3 * 4)
-    assert partial.strides.out == (8 * 512, 512, 512, 4) and partial.strides.lse == (96, 12, 12, 4)
+    assert strides.out == (8 * 512, 512, 512, 4) and strides.lse == (96, 12, 12, 4)
 
 
 def test_without_values_only_sums_are_partial() -> None:
     problem, _ = describe_attention_lse(gpu((3, 8, 1, 128)), gpu((3, 8, 65536, 128)))
     assert partial_of(problem).strides == (0, 3 * 8 * 3 * 4)
-    partial, found = partial_results(problem), make_plan(problem, H200, AUTOMATIC)
-    assert partial.strides.v is None and partial.strides.out is None and partial.strides.lse == (96, 12, 12, 4)
+    strides, found = partial_strides(problem), make_plan(problem, H200, AUTOMATIC)
+    assert strides.v is None and strides.out is None and strides.lse == (96, 12, 12, 4)
     assert found.num_splits > 8 and found.workspace == found.num_splits * 3 * 8 * 3 * 4
     assert found.program == make_plan(problem, H200, AUTOMATIC, 1).program
 
@@ -242,8 +242,8 @@ def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: 
     case = CASES_BY_NAME[name]
     if spec.refusal(describe(case, dtype).traits, launch.device_info(0)) is not None:
         pytest.skip(f"{spec.name} refuses")
-    monkeypatch.setattr(launch, "make_plan", lambda *arguments: make_plan(*arguments, 2 + len(name) % 4))
-    monkeypatch.setattr(launch, "_launches", {})
+    monkeypatch.setattr(execute, "make_plan", lambda *arguments: make_plan(*arguments, 2 + len(name) % 4))
+    monkeypatch.setattr(execute, "_launches", {})
     data = make_data(case, dtype)
     with cuflash.options(kernel=spec.name):
         first, second = run(case, data, cupy), run(case, data, cupy)

@@ -118,21 +118,26 @@ def described(arrays: Arrays) -> tuple[Problem, list[ArrayInfo | None]]:
     return problem, [infos.get(name) for name in ARRAYS]
 
 
+def kind_of(problem: Problem, infos: list[ArrayInfo | None]) -> Kind:
+    return Kind(problem, [place for place, info in enumerate(infos) if info])
+
+
 def at(kind: Kind, infos: list[ArrayInfo | None]) -> Problem | None:
-    shapes, strides = (tuple([info and getattr(info, name) for info in infos]) for name in ("shape", "strides"))
-    return kind.at(shapes, strides, [info.pointer if info else 0 for info in infos])
+    given = [info for info in infos if info]
+    pointers = [info.pointer if info else 0 for info in infos]
+    return kind.at([info.shape for info in given], [info.strides for info in given], pointers)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_other_lengths(name: str) -> None:
-    kinds = [Kind(described(KINDS[name](*lengths))[0]) for lengths in LENGTHS]
+    kinds = [kind_of(*described(KINDS[name](*lengths))) for lengths in LENGTHS]
     for lengths in LENGTHS:
         problem, infos = described(KINDS[name](*lengths))
         assert all(at(kind, infos) == problem for kind in kinds)
 
 
 def test_packed_sequences_may_be_more() -> None:
-    kind = Kind(described(packed(9, 11))[0])
+    kind = kind_of(*described(packed(9, 11)))
     boundaries = {"cu_seqlens_q": np.array([0, 3, 3, 9]), "cu_seqlens_k": np.array([0, 3, 4, 11], np.uint32)}
     problem, infos = described(packed(9, 11) | boundaries)
     assert problem.batch == (3,) and at(kind, infos) == problem
@@ -143,11 +148,11 @@ def test_where_queries_of_a_cache_stand() -> None:
     for change, offset in (({}, None), ({"seqlens_k": 1}, 1), ({"causal": "top_left"}, 0), ({"causal": False}, None)):
         problem, infos = described(cached(5, 7) | change)
         assert problem.query_offset == offset and problem.bottom_right == (change.get("causal") != "top_left")
-        assert at(Kind(problem), infos) == problem
+        assert at(kind_of(problem, infos), infos) == problem
 
 
 def test_traits_follow_addresses() -> None:
-    kind = Kind(described(heads(5, 7, np.float16))[0])
+    kind = kind_of(*described(heads(5, 7, np.float16)))
     bytes_of_q = np.zeros(2 * 4 * 5 * 8 * 2 + 16, np.uint8)
     q = bytes_of_q[bytes_of_q.ctypes.data % 2 + 1 :][:640].view(np.float16).reshape(2, 4, 5, 8)
     problem, infos = described(heads(5, 7, np.float16) | {"q": q})
@@ -158,7 +163,7 @@ def test_traits_follow_addresses_of_an_lse_alone() -> None:
     memory = np.zeros(2 * 4 * 5 * 4 + 16, np.uint8)
     out = memory[memory.ctypes.data % 2 + 1 :][:160].view(np.float32).reshape(2, 4, 5)
     arrays = {name: x for name, x in heads(5, 7, np.float16).items() if name != "v"}
-    kind = Kind(described(arrays)[0])
+    kind = kind_of(*described(arrays))
     problem, infos = described(arrays | {"out": out})
     assert (problem.traits.input_alignment, problem.traits.result_alignment) == (16, 1) and at(kind, infos) == problem
 
@@ -208,4 +213,4 @@ def test_lengths_that_do_not_fit(name: str, changes: dict[str, tuple[int, ...]])
         info = infos[ARRAYS.index(changed)]
         assert info is not None
         infos[ARRAYS.index(changed)] = info._replace(shape=shape, strides=zeros(*shape).strides)
-    assert at(Kind(problem), infos) is None
+    assert at(kind_of(problem, infos), infos) is None

@@ -9,7 +9,7 @@ import pytest
 
 import cuflash
 from cuflash import distributed, reference
-from cuflash.distributed import shard, unshard
+from cuflash.distributed import dense, shard, unshard
 from cuflash.problem.arrays import DTYPES
 
 from .threads import run_ranks, use_links
@@ -364,8 +364,8 @@ def test_long_errors_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
             raise ValueError('ä"\\' * 2000)
         return describe(*arrays, **options)
 
-    describe = distributed.describe_attention
-    monkeypatch.setattr(distributed, "describe_attention", fail)
+    describe = dense.describe_attention
+    monkeypatch.setattr(dense, "describe_attention", fail)
     found, _ = run_ranks(2, lambda rank, comm: distributed.attention(x, x, x, comm, causal=rank == 1))
     assert str(found[0]).startswith("rank 1 raised ValueError: ?") and len(str(found[0])) < 950
     assert len(str(found[1])) == 6000

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuflash import distributed
+from cuflash.distributed import dense
 
 
 class ThreadLink:
@@ -87,4 +87,4 @@ def run_ranks(size: int, function: Callable[[int, Any], Any]) -> tuple[list[Any]
 
 def use_links(monkeypatch: Any) -> None:
     """Let `attention` take links in place of communicators."""
-    monkeypatch.setattr(distributed, "_link", lambda comm, timeout: (comm, None))
+    monkeypatch.setattr(dense, "_link", lambda comm, timeout: (comm, None))
