@@ -22,7 +22,7 @@ from ..settings import settings
 from ..states import finish, results_for
 from .agree import Call, Link, agree, record_of
 from .layout import LAYOUTS, Layout, parts_of
-from .ring import Task, walk
+from .ring import Task, head_groups, of_heads, walk
 
 MAX_PARTS = 4096
 TIMEOUT = 1800.0
@@ -172,11 +172,13 @@ def attention(
     calls = agree(records, error)
     with _aborted_by_errors(link), use_device(infos["q"].device):
         task = _task(problem, infos, calls, causal, offset)
-        state = walk(task, link)
         new_out, new_lse = results_for(problem, task.device, out, lse)
         written = infos["out"].array if "out" in infos else new_out, infos["lse"].array if "lse" in infos else new_lse
-        views = [x if x is None or not problem.is_2d else x[None] for x in written]
-        finish(state, infos["sinks"].array if "sinks" in infos else None, *views)
+        out_of_all, lse_of_all = (x if x is None or not problem.is_2d else x[None] for x in written)
+        sinks_of_all = infos["sinks"].array if "sinks" in infos else None
+        for heads, part in head_groups(task):
+            results = of_heads(out_of_all, -3, heads), of_heads(lse_of_all, -2, heads)
+            finish(walk(part, link), of_heads(sinks_of_all, -1, heads), *results)
     return new_out if new_lse is None else (new_out, new_lse)
 
 

@@ -7,6 +7,8 @@ parts begin and end, not on how many ranks hold them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +21,8 @@ from .layout import Part, Segment, meeting_order, seen_keys
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
+STATE_BYTES = 2**28
+"""Of the state of all heads that walk at once: with more, heads walk in groups, whose keys and states take turns."""
 MIN_ROWS = 128
 
 
@@ -53,6 +57,30 @@ class Task(NamedTuple):
     device: int
     dtype: str
 
+    @property
+    def row_bytes(self) -> int:
+        """Of the state of a row of one head."""
+        size: int = self.v.shape[-1] * (8 if self.device == HOST else max(ITEMSIZE[self.dtype], 4))
+        return size
+
+    def of_heads(self, heads: slice, key_heads: slice) -> Task:
+        """Return the task of some of the heads."""
+        options = {name: of_heads(x, -1, heads) if name == "alibi_slopes" else x for name, x in self.options.items()}
+        return self._replace(
+            q=self.q[..., heads, :, :],
+            k=self.k[..., key_heads, :, :],
+            v=self.v[..., key_heads, :, :],
+            pairs={name: of_heads(x, -3, heads) for name, x in self.pairs.items()},
+            options=options,
+        )
+
+
+def of_heads(x: Any, axis: int, heads: slice) -> Any:
+    """Take some heads, on an axis counted from the end, of an array that may be the same for all of them."""
+    if x is None or x.ndim < -axis or x.shape[axis] == 1:
+        return x
+    return x[(..., heads, *[slice(None)] * (-axis - 1))]
+
 
 class Met(NamedTuple):
     """What queries have met so far."""
@@ -60,6 +88,25 @@ class Met(NamedTuple):
     state: State
     segments: set[Segment]
     """Those of the queries that have met any keys."""
+
+
+def head_groups(task: Task) -> Iterator[tuple[slice, Task]]:
+    """Cut the heads into groups that walk one after the other, so that memory does not grow with their number.
+
+    By what a part has, which is the same however many ranks hold the parts, as bits may depend on it.
+    """
+    num_heads, num_key_heads = task.q.shape[-3], task.k.shape[-3]
+    group_size = num_heads // max(num_key_heads, 1)
+    num_rows = max(sum(segment.length for segment in part) for parts in task.parts_q for part in parts)
+    per_head = prod(task.q.shape[:-3]) * group_size * num_rows * task.row_bytes
+    num_groups = min(num_key_heads, -(-num_key_heads * per_head // STATE_BYTES))
+    if num_groups <= 1:
+        yield slice(0, num_heads), task
+        return
+    edges = [i * num_key_heads // num_groups for i in range(num_groups + 1)]
+    for low, high in pairwise(edges):
+        heads = slice(low * group_size, high * group_size)
+        yield heads, task.of_heads(heads, slice(low, high))
 
 
 def walk(task: Task, link: Link) -> State:
@@ -122,9 +169,7 @@ def _slabs(task: Task, segment: Segment, is_first: bool) -> Iterator[Segment]:
     if is_first and task.device != HOST:
         yield segment
         return
-    row_bytes = task.v.shape[-1] * (8 if task.device == HOST else max(ITEMSIZE[task.dtype], 4))
-    for length in task.q.shape[:-2]:
-        row_bytes *= length
+    row_bytes = prod(task.q.shape[:-2]) * task.row_bytes
     scratch_bytes = SCRATCH_BYTES_ON_HOST if task.device == HOST else SCRATCH_BYTES_ON_GPU
     num_rows = max(MIN_ROWS, scratch_bytes // max(row_bytes, 1))
     for begin in range(0, segment.length, num_rows):

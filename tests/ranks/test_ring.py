@@ -393,6 +393,39 @@ def test_slabs_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch, rng: n
     assert_right("float64", found, arrays, causal=True, alibi_slopes=np.array([0.5, 0.1]))
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_heads_in_groups(name: str, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Heads that walk one after the other, and the same groups however many ranks there are."""
+    from cuflash.distributed import ring
+
+    monkeypatch.setattr(ring, "STATE_BYTES", 1)
+    arrays = [draw(rng, "float32", 2, heads, n, 8) for heads, n in ((4, 64), (2, 96), (2, 96))]
+    options = {key: x[..., :96] if key in ("bias", "mask") else x for key, x in OPTIONS[name].items()}
+    found = [together(*arrays, size, "zigzag", 4 // size, **options) for size in (1, 2, 4)]
+    assert_right("float32", found[0], arrays, **options)
+    for out, lse, links in found[1:]:
+        assert out.tobytes() == found[0][0].tobytes() and lse.tobytes() == found[0][1].tobytes()
+        assert all(size <= 2 * 24 * 8 * 4 * 2 * 2 for link in links for _, size in link.sent), "a head at a time"
+
+
+def test_groups_of_heads_take_turns_in_memory(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    from cuflash.distributed import ring
+
+    q, k = draw(rng, "float64", 6, 40, 8), draw(rng, "float64", 3, 40, 8)
+    sizes, empty_state = [], ring.empty_state
+    monkeypatch.setattr(ring, "empty_state", lambda shape, *rest: sizes.append(shape) or empty_state(shape, *rest))
+    for limit, expected in ((2**28, [(6, 20, 8)]), (4 * 20 * 8 * 8, [(2, 20, 8), (4, 20, 8)]), (1, [(2, 20, 8)] * 3)):
+        monkeypatch.setattr(ring, "STATE_BYTES", limit)
+        sizes.clear()
+        into = np.empty((2, 20, 6, 8)).swapaxes(1, 2)
+        run_ranks(2, lambda rank, comm, into=into: distributed.attention(
+            *(shard(x, rank, 2) for x in (q, k, k)), comm, out=into[rank], sinks=np.arange(6.0)
+        ))  # fmt: skip
+        assert sorted(sizes) == sorted(expected * 2)
+        exact, _ = reference.attention(q, k, k, sinks=np.arange(6.0))
+        assert np.abs(np.concatenate(list(into), axis=1) - exact).max() < 1e-14
+
+
 @pytest.mark.parametrize("offset", [10**6, 10**9, 10**12, 10**15, 2**60, -(2**60)])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_alibi_of_queries_far_away(dtype: str, offset: int, rng: np.random.Generator) -> None:
