@@ -126,7 +126,7 @@ def attention(
     results carry the largest logit and the sum of exponentials apart. Keys that no query of a rank sees are not sent to
     it. Beside its arrays a rank needs memory for the keys and values of two ranks, for what it sends of keys that are
     not contiguous, and for its results in the type of the computation, on the host in float64. Before keys travel,
-    ranks tell each other their lengths, for which the host waits.
+    ranks tell each other their lengths, for which the host waits, as it does for the keys of other ranks.
 
     References
     ----------

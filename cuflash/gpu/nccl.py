@@ -80,17 +80,21 @@ class NcclLink:
             self._comm.allGather(mine.data.ptr, records.data.ptr, record.size, nccl.NCCL_UINT8, self._stream.ptr)
             records.get(self._stream, out=found, blocking=False)
             self._gathering = found, records
-            self._wait(self._stream.record())
+            self.wait(self._stream.record(), "all ranks to call")
         self._gathering = None
         return found
 
-    def _wait(self, event: Any) -> None:
+    def wait(self, event: Any, what: str) -> None:
+        """Wait for messages; an error if they don't come. Looks again and again, so that Ctrl-C gets through."""
         began = time.monotonic()
         while not event.done:
             self._comm.check_async_error()
             waited = time.monotonic() - began
             if self._timeout is not None and waited > self._timeout:
-                raise TimeoutError(f"rank {self.rank} waited for all ranks to call for {self._timeout:g} seconds")
+                raise TimeoutError(
+                    f"rank {self.rank} waited for {what} for {self._timeout:g} seconds: another one has ended, or is "
+                    "busy"
+                )
             if waited > EAGER:
                 time.sleep(POLL)
 
@@ -107,10 +111,16 @@ class NcclLink:
                 for x, peer in receives:
                     self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
                 nccl.groupEnd()
-            kept = [x for x, _ in (*sends, *receives)]
-            exchange = Exchange(self._cupy, self._device, self._stream.record(), kept, self._pending)
+            exchange = Exchange(self, self._stream.record(), [*sends, *receives])
         self._pending.append(exchange)
         return exchange
+
+    def finish(self, exchange: Exchange) -> None:
+        """Wait for messages, on the host so that a rank that has ended is noticed, and let the current stream do so."""
+        self.wait(exchange.arrived, f"keys from or to rank {exchange.peers}")
+        with self._device:
+            self._cupy.cuda.get_current_stream().wait_event(exchange.arrived)
+        self._pending.remove(exchange)
 
     def abort(self, error: BaseException) -> None:
         """Abort the communicator, so that other ranks do not wait, and keep the memory of what was on its way."""
@@ -122,14 +132,17 @@ class NcclLink:
 class Exchange:
     """Messages on their way, and the memory that they need."""
 
-    def __init__(self, cupy: Any, device: Any, arrived: Any, kept: list[Any], pending: list[Exchange]) -> None:
-        self._cupy, self._device, self.arrived, self._kept, self._pending = cupy, device, arrived, kept, pending
+    def __init__(self, link: NcclLink, arrived: Any, messages: list[tuple[Any, int]]) -> None:
+        self._link, self.arrived, self._messages = link, arrived, messages
+
+    @property
+    def peers(self) -> str:
+        """Ranks at the other end."""
+        return ", ".join(map(str, sorted({peer for _, peer in self._messages})))
 
     def progress(self) -> None:
         """Nothing is needed: the GPU works by itself."""
 
     def wait(self) -> None:
-        """Let the current stream wait until all has been sent and received; the host does not."""
-        with self._device:
-            self._cupy.cuda.get_current_stream().wait_event(self.arrived)
-        self._pending.remove(self)
+        """Wait until all has been sent and received, which is so long before the products at hand are done."""
+        self._link.finish(self)

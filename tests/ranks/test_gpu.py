@@ -82,8 +82,38 @@ print("right")
 """
 
 
-@pytest.mark.parametrize("by", ["mpi", "nccl"])
-def test_processes(by: str, tmp_path: Path) -> None:
+LATE = """
+import time
+from mpi4py import MPI
+import cupy, numpy as np
+from cuflash.distributed import attention, ring
+from cuflash.gpu.nccl import communicator_by_mpi
+world = MPI.COMM_WORLD
+x = np.ones((4, 640, 64), np.float16)
+for _ in range(2):
+    comm = communicator_by_mpi(world)
+    mine = cupy.asarray(x)
+    attention(mine, mine, mine, comm)
+    if world.rank == 1:
+        begin, ring._begin = ring._begin, lambda *given: time.sleep(5)  # its keys do not come
+    began = time.monotonic()
+    try:
+        attention(mine, mine, mine, comm, timeout=1.5)
+    except (TimeoutError, TypeError) as error:
+        assert world.rank == 1 or "rank 0 waited for keys from or to rank 1 for 1.5 seconds" in str(error)
+        assert world.rank == 1 or time.monotonic() - began < 4
+    else:
+        raise AssertionError("no error")
+    if world.rank == 1:
+        ring._begin = begin
+    cupy.cuda.runtime.deviceSynchronize()
+    world.Barrier()
+print("right")
+"""
+
+
+def run_two(script: str, by: str, folder: Path) -> None:
+    """Run a program by two ranks, both of which must find it right."""
     import cupy
 
     pytest.importorskip("mpi4py")
@@ -93,10 +123,20 @@ def test_processes(by: str, tmp_path: Path) -> None:
         pytest.skip("mpiexec is not installed")
     if by == "nccl" and cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one GPU: NCCL has none for a second rank")
-    script = tmp_path / "rank.py"
-    script.write_text(RANK)
-    command = [MPIEXEC, "-n", "2", sys.executable, str(script), by]
+    path = folder / "rank.py"
+    path.write_text(script)
+    command = [MPIEXEC, "-n", "2", sys.executable, str(path), by]
     environment = {**os.environ, "CUFLASH_COMPILE": "lazy"}
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("right") == 2
+
+
+@pytest.mark.parametrize("by", ["mpi", "nccl"])
+def test_processes(by: str, tmp_path: Path) -> None:
+    run_two(RANK, by, tmp_path)
+
+
+def test_keys_that_do_not_come(tmp_path: Path) -> None:
+    """NCCL itself would wait for ever."""
+    run_two(LATE, "nccl", tmp_path)
