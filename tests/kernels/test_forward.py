@@ -42,13 +42,17 @@ def test_cpu(case: Case, dtype: str) -> None:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compile what the cases need in threads, which takes a fraction of the time that the tests one by one would.
 
-    Of several processes the first one compiles; the others wait and find everything in CuPy's cache on disk.
+    Of several processes the first one compiles; the others wait, and load what they need from CuPy's cache on disk: with
+    all of it in each of them a GPU has no memory left.
     """
     import fcntl
 
-    with (tmp_path_factory.getbasetemp().parent / "compiled.lock").open("w") as lock:
+    with (tmp_path_factory.getbasetemp().parent / "compiled.lock").open("a+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _compile_all()
+        lock.seek(0)
+        if not lock.read():
+            _compile_all()
+            lock.write("done")
 
 
 def _compile_all() -> None:
