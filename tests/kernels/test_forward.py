@@ -42,8 +42,8 @@ def test_cpu(case: Case, dtype: str) -> None:
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Compile what the cases need in threads, which takes a fraction of the time that the tests one by one would.
 
-    Of several processes the first one compiles; the others wait, and load what they need from CuPy's cache on disk: with
-    all of it in each of them a GPU has no memory left.
+    Of several processes the first one compiles; the others wait, and load what they need from CuPy's cache on disk:
+    with all of it in each of them a GPU has no memory left.
     """
     import fcntl
 
