@@ -12,6 +12,7 @@ from ..dense import attention
 from ..lse import attention_lse
 from ..plan.table import KERNELS
 from ..problem.arrays import DTYPES, FLOAT_NAMES
+from .caches import cache_cases
 from .gated import gated_cases, small_gated_cases
 from .inputs import AnyCase, Array, compulsory_bytes, drawn_dtype
 
@@ -321,6 +322,7 @@ GROUPS: dict[str, Sequence[AnyCase]] = {
     "bfloat16": _half("bfloat16"),
     "options": _options(),
     "decode": _decode(),
+    "caches": cache_cases("caches"),
     "lse": _lse(),
     "drift": _drift(),
     "points": _points(),
