@@ -69,7 +69,9 @@ class Launch:
         if plan.append is not None:
             function = kernel_function(plan.append.program, device_id)
             self._append = function, (plan.append.num_blocks,), pack_values(problem, plan)
-        self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
+        self._split = None
+        if plan.num_splits > 1:
+            self._split = split_of(problem, plan, device_id, device_info(device_id).compute_capability)
         self._out, self._lse = results_of(problem)
         self._extents: list[tuple[int, int]] | None = None
         log_plan(problem, plan)

@@ -35,6 +35,7 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, workspace):
         monkeypatch.setattr(module, "kernel_function", lambda program, device_id: None)
     monkeypatch.setattr(launch, "device_info", lambda device_id: device_of(90))
+    monkeypatch.setattr(workspace, "can_overlap", lambda compute_capability: False)
     assert "cupy" in sys.modules
 
 
