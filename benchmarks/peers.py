@@ -195,6 +195,31 @@ def torch_gpu(name: str) -> Peer:
     return prepare
 
 
+def torch_cache(name: str) -> Peer:
+    """PyTorch's function for a step of decoding, by one of its back ends: all keys of a contiguous cache."""
+
+    def prepare(inputs: Inputs) -> Callable[[], Any]:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        release()
+        case = inputs.case
+        if case.page_size or case.appends or len(set(case.lengths)) > 1:
+            raise NotImplementedError("has no pages, no lengths of each sequence and appends nothing")
+        backend = getattr(SDPBackend, name)
+        tensors = [torch.from_dlpack(inputs.arrays[name]) for name in ("q", "k_cache", "v_cache")]
+
+        def compute() -> Any:
+            with sdpa_kernel(backend):
+                return torch.nn.functional.scaled_dot_product_attention(
+                    *tensors, enable_gqa=case.heads != case.kv_heads
+                )
+
+        return compute
+
+    return prepare
+
+
 def torch_cpu(inputs: Inputs) -> Callable[[], Any]:
     """PyTorch's function on the CPU, with as many threads as the NumPy back end."""
     import torch
@@ -319,6 +344,13 @@ def peers(backend: str) -> dict[str, Peer]:
     if torch.cuda.is_available():
         found |= {f"torch {label}": torch_gpu(name) for label, name in BACKENDS.items()}
     return found
+
+
+def cache_peers(backend: str) -> dict[str, Peer]:
+    """Peers for caches of keys and values that can be imported here, by name."""
+    if backend == "numpy" or importlib.util.find_spec("torch") is None:
+        return {}
+    return {f"torch {label}": torch_cache(name) for label, name in BACKENDS.items() if label in ("cuDNN", "flash")}
 
 
 def gated_peers(backend: str) -> dict[str, Peer]:

@@ -15,11 +15,11 @@
 #define CUFLASH_BLOCK_M 16  // the only number
 #endif
 
-#include "common/epilogue.cuh"
 #include "common/schedule.cuh"
 #include "decode/read.cuh"
 #include "decode/team.cuh"
 #include "ptx/mma.cuh"
+#include "ptx/overlap.cuh"
 #include "ptx/shared.cuh"
 #include "wmma/weights.cuh"
 
@@ -137,32 +137,12 @@ __device__ __forceinline__ void accumulate(const Values& v, const Weights& weigh
     }
 }
 
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
-                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
-    constexpr int kCount = sizeof(OutElement) == 2 ? 8 : 16 / sizeof(OutElement);
+// Called by all lanes of a warp.
+__device__ __forceinline__ void store_row(const AttentionParams& params, const TileMap& tile, const TeamRow& found) {
+    if (threadIdx.x % 32 == 0) store_lse(params, tile, found.row, found.finished);
+    char* const out = output_row(params, tile, found.row);
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float row_sum = softmax.row_sum[r];
-        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 1);
-        row_sum += __shfl_xor_sync(0xffffffffu, row_sum, 2);
-        const Row row = row_at(params, tile, place.tile_row(r));
-        if (!row.valid) continue;
-        const FinishedRow finished = finish_row(params, tile, row, softmax.row_max[r], row_sum * kWeightUnit);
-        if (place.quarter == 0 && place.half == 0) store_lse(params, tile, row, finished);
-        const float factor = finished.multiplier / finished.divisor * kWeightUnit;
-        char* out = output_row(params, tile, row);
-#pragma unroll
-        for (int c = 0; c < kVectorsV; ++c) {
-#pragma unroll
-            for (int first = 0; first < 16; first += kCount) {
-                float values[kCount];
-#pragma unroll
-                for (int e = 0; e < kCount; ++e)
-                    values[e] = multiply_subnormal(o[c][(first + e) % 8][r * 2 + first / 8], factor);
-                store_output(params, out, (place.half * kVectorsV + c) * 64 + place.quarter * 16 + first, values);
-            }
-        }
-    }
+    for (int c = 0; c < TeamRow::kVectors; ++c) store_output(params, out, TeamRow::column(c), found.values[c]);
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
@@ -175,6 +155,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
+    let_next_launch_begin();
 
     const Place place(threadIdx.x);
     const KeyRange& seen = shared.keys.any;
@@ -220,8 +201,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         else reader.load_keys(k, next);
         n_begin = next;
     }
-    merge_team(shared.shares, place, softmax, o);
-    if (place.share == 0) store_rows(params, tile, softmax, o, place);
+    const int num_rows = rows_left(tile, tile.row_begin);
+    shared.shares.store(place, num_rows, softmax, o);
+    __syncthreads();
+#pragma unroll 1
+    for (int tile_row = threadIdx.x / 32; tile_row < num_rows; tile_row += kThreads / 32)
+        store_row(params, tile, TeamRow(params, tile, shared.shares, tile_row));
 }
 
 }  // namespace cuflash

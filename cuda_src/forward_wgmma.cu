@@ -30,6 +30,7 @@
 #include "common/schedule.cuh"
 #include "mma/output.cuh"
 #include "mma/products.cuh"
+#include "ptx/overlap.cuh"
 #include "ptx/registers.cuh"
 #include "wgmma/panels.cuh"
 #include "wgmma/pipe.cuh"
@@ -256,6 +257,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     if (threadIdx.x == kThreads - 64) shared.keys.init(), shared.values.init(), shared.turns.init();
     __syncthreads();
     if (shared.tile.num_rows == 0) return;
+    let_next_launch_begin();
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
     // 512 registers for each four threads, one of each warpgroup.

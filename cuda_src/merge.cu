@@ -13,6 +13,7 @@
 
 #include "common/params.cuh"
 #include "common/store.cuh"
+#include "ptx/overlap.cuh"
 
 namespace cuflash {
 
@@ -228,6 +229,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
     // Lanes behind the last row stand at one of the first ones, as all of a warp shuffle.
     const RowPlace place = row_place(params, row);
     const bool stores = member == 0 && row < params.num_rows;
+    wait_for_launch_before();
     ExponentialSum total;
     int column = 0;  // the first one of all lanes
 #pragma unroll 1

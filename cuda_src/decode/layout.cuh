@@ -53,6 +53,10 @@ struct Place {
         return (half * kVectorsK + vector) * 32 + quarter * 8;
     }
     __device__ __forceinline__ int feature_v(int vector) const { return (half * kVectorsV + vector) * 64 + eighth * 8; }
+    // The first of 16 features of a value, those of a lane's vector of output.
+    __device__ __forceinline__ int column_v(int vector) const {
+        return (half * kVectorsV + vector) * 64 + quarter * 16;
+    }
     // The key, counted from the first of a step, whose row the lane loads for a tile of scores; and of its values.
     __device__ __forceinline__ int key_k(int j) const {
         return j / 2 * 16 + eighth / 2 * kRun + j % 2 * 2 + eighth % 2;

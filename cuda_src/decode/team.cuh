@@ -1,19 +1,12 @@
 // The warps of a block, which have seen different keys, merge what they have.
 #pragma once
 
-#include "common/softmax.cuh"
+#include "common/epilogue.cuh"
 #include "decode/layout.cuh"
 #include "ptx/barrier.cuh"
+#include "wmma/weights.cuh"
 
 namespace cuflash {
-
-// What a warp hands on to another one.
-struct TeamShare {
-    Vector16 o[kVectorsV * 8][32];
-    float row_max[kRows][32];
-    float row_sum[kRows][32];
-};
-using TeamShares = TeamShare[kTeam / 2][kPair];
 
 // What two warps that share their keys have of the scores, by turns in two buffers.
 struct alignas(16) HalfScores {
@@ -36,46 +29,83 @@ __device__ __forceinline__ void add_other_half(PairScores& pairs, int turn, cons
     }
 }
 
-// The later half hands on to the first one, until the first warp has all: always in the same order. Called by the whole
-// block.
-__device__ __forceinline__ void merge_team(TeamShares& shares, const Place& place, OnlineSoftmax<kRows>& softmax,
-                                           Output& o) {
-#pragma unroll 1
-    for (int active = kTeam, half; active > 1; active = half) {
-        half = (active + 1) / 2;
-        if (half <= place.share && place.share < active) {
-            TeamShare& share = shares[place.share - half][place.half];
+// What warps have of the rows of a tile, weights being relative to their own maxima.
+struct TeamShares {
+    static constexpr int kPitch = kHeadDimV + 8;  // neighbouring rows begin in other banks
+
+    alignas(16) float o[kTeam][kBlockM][kPitch];
+    float row_max[kTeam][kBlockM];
+    float row_sum[kTeam][kBlockM];
+
+    // Called by all lanes of a warp; rows from `num_rows` on are none.
+    __device__ __forceinline__ void store(const Place& place, int num_rows, const OnlineSoftmax<kRows>& softmax,
+                                          const Output& values) {
 #pragma unroll
-            for (int i = 0; i < kVectorsV * 8; ++i) memcpy(&share.o[i][place.lane], o[i / 8][i % 8], sizeof(Vector16));
+        for (int r = 0; r < kRows; ++r) {
+            float sum = softmax.row_sum[r];
+            sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+            sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+            const int row = place.tile_row(r);
+            if (row >= num_rows) continue;  // right either way: nobody looks at others
+            if (place.quarter == 0 && place.half == 0) {
+                row_max[place.share][row] = softmax.row_max[r];
+                row_sum[place.share][row] = sum;
+            }
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                share.row_max[r][place.lane] = softmax.row_max[r];
-                share.row_sum[r][place.lane] = softmax.row_sum[r];
+            for (int c = 0; c < kVectorsV; ++c) {
+#pragma unroll
+                for (int first = 0; first < 16; first += 4) {
+                    Vector16 four;
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) four.values[e] = values[c][(first + e) % 8][r * 2 + first / 8];
+                    float* const to = &o[place.share][row][place.column_v(c) + first];
+                    memcpy(reinterpret_cast<Vector16*>(to), &four, sizeof(four));
+                }
             }
         }
-        __syncthreads();
-        if (place.share < active - half) {
-            const TeamShare& share = shares[place.share][place.half];
-            RowValues own, other;
+    }
+};
+
+// A row of a block in the registers of a warp, finished: a lane has every 32nd vector of 4 features.
+struct TeamRow {
+    static constexpr int kVectors = (kHeadDimV + 127) / 128;
+
+    Row row;
+    FinishedRow finished;
+    float values[kVectors][4];
+
+    __device__ __forceinline__ static int column(int vector) { return vector * 128 + threadIdx.x % 32 * 4; }
+
+    // Called by all lanes of a warp. Warps' shares are added in their order.
+    __device__ __forceinline__ TeamRow(const AttentionParams& params, const TileMap& tile, const TeamShares& shares,
+                                       int tile_row)
+        : row(row_at(params, tile, tile_row)) {
+        float largest = shares.row_max[0][tile_row], sum = 0, weights[kTeam];
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const float other_max = share.row_max[r][place.lane];
-                own[r] = softmax.follow(r, other_max);
-                other[r] = exponential(other_max - finite_maximum(softmax.row_max[r]));
-                softmax.row_sum[r] = softmax.row_sum[r] * own[r] + share.row_sum[r][place.lane] * other[r];
-            }
+        for (int i = 1; i < kTeam; ++i) largest = maximum(largest, shares.row_max[i][tile_row]);
 #pragma unroll
-            for (int i = 0; i < kVectorsV * 8; ++i) {
-                float (&values)[4] = o[i / 8][i % 8];
-                const Vector16 others = share.o[i][place.lane];
+        for (int i = 0; i < kTeam; ++i) {
+            weights[i] = exponential(shares.row_max[i][tile_row] - finite_maximum(largest));
+            sum = multiply_add(shares.row_sum[i][tile_row], weights[i], sum);
+        }
+        finished = finish_row(params, tile, row, largest, sum * kWeightUnit);
+        const float factor = finished.multiplier / finished.divisor * kWeightUnit;
+#pragma unroll
+        for (int c = 0; c < kVectors; ++c) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) values[c][e] = 0;
+            if (column(c) >= kHeadDimV) continue;
+#pragma unroll
+            for (int i = 0; i < kTeam; ++i) {
+                const Vector16 share = *reinterpret_cast<const Vector16*>(&shares.o[i][tile_row][column(c)]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    values[e] = multiply_add_subnormal(others.values[e], other[e / 2],
-                                                       multiply_subnormal(values[e], own[e / 2]));
+                    values[c][e] = multiply_add_subnormal(share.values[e], weights[i], values[c][e]);
             }
+#pragma unroll
+            for (int e = 0; e < 4; ++e) values[c][e] = multiply_subnormal(values[c][e], factor);
         }
-        __syncthreads();
     }
-}
+};
 
 }  // namespace cuflash

@@ -22,9 +22,8 @@ from ..dense import attention
 from ..explain import explain
 from ..problem.arrays import DTYPES, FLOAT_NAMES
 from .cases import Case
-from .check import to_host
 from .device import NumpyBackend
-from .inputs import Inputs, poisoned
+from .inputs import Inputs, poisoned, to_host
 from .measure import Peer, Request, as_array, chosen, compile_ahead
 from .report import NOT_FINITE
 

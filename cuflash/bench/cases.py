@@ -11,6 +11,7 @@ import numpy as np
 from ..dense import attention, attention_lse
 from ..plan.table import KERNELS
 from ..problem.arrays import DTYPES, FLOAT_NAMES
+from .caches import cache_cases
 from .gated import gated_cases, small_gated_cases
 from .inputs import AnyCase, Array, compulsory_bytes, drawn_dtype
 
@@ -320,6 +321,7 @@ GROUPS: dict[str, Sequence[AnyCase]] = {
     "bfloat16": _half("bfloat16"),
     "options": _options(),
     "decode": _decode(),
+    "caches": cache_cases("caches"),
     "lse": _lse(),
     "drift": _drift(),
     "points": _points(),

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..problem.arrays import DTYPES
-from .inputs import AnyCase
+from .inputs import AnyCase, to_host
 
 ALLOWED_DRIFT = 1.1
 """Largest relative error of what drifts, in units of that of rounding the exact result."""
@@ -55,12 +55,6 @@ class Verdict(NamedTuple):
     def __str__(self) -> str:
         finite = "" if self.finite else ", elements that are not finite"
         return f"relative error {self.relative_error:.1e}, allowed {self.allowed:.1e}{finite}"
-
-
-def to_host(x: Any) -> np.ndarray:
-    """Return a NumPy array of the same content."""
-    on_host: np.ndarray = x.get() if hasattr(x, "get") else x
-    return on_host
 
 
 def check(exact: Exact, results: Mapping[str, Any], xp: Any) -> Verdict:

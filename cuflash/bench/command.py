@@ -30,6 +30,7 @@ from . import cases as case_table
 from . import report as reports
 from . import sweep
 from .accuracy import ACCURACY, accuracy
+from .caches import CacheCase
 from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case
 from .device import GpuBackend, NumpyBackend, measure_limits
 from .gated import GatedCase
@@ -49,12 +50,15 @@ class Peers(NamedTuple):
 
     attention: Mapping[str, Peer]
     gated: Mapping[str, Peer] = {}
+    caches: Mapping[str, Peer] = {}
     small_calls: SmallCalls | None = None
     release: Callable[[], None] | None = None
     versions: Callable[[], dict[str, str]] | None = None
 
     def of(self, case: AnyCase) -> Mapping[str, Peer]:
         """Peers for the operation of a problem."""
+        if isinstance(case, CacheCase):
+            return self.caches
         return self.gated if isinstance(case, GatedCase) else self.attention
 
 
@@ -65,7 +69,8 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
     ----------
     source : str or None
         A Python file or the name of a module with a function ``peers(backend)``, which returns a mapping of names to
-        `Peer` for attention; maybe with ``gated_peers(backend)``, the same for the gated delta rule, ``small_calls(q)``
+        `Peer` for attention; maybe with ``gated_peers(backend)``, the same for the gated delta rule, and
+        ``cache_peers(backend)`` for caches of keys and values, ``small_calls(q)``
         (see `overheads.SmallCalls`), ``release()``, which gives unused memory back and is called behind each problem,
         and ``versions()`` of what it has imported. None, "none": no peers.
     backend : {"gpu", "numpy"}
@@ -90,8 +95,11 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
         else:
             module = importlib.import_module(str(source))
         extras = {name: getattr(module, name, None) for name in ("small_calls", "release", "versions")}
-        gated = module.gated_peers(backend) if hasattr(module, "gated_peers") else {}
-        return Peers(_chosen(module.peers(backend), words), _chosen(gated, words), **extras)
+        gated, caches = (
+            _chosen(getattr(module, name)(backend), words) if hasattr(module, name) else {}
+            for name in ("gated_peers", "cache_peers")
+        )
+        return Peers(_chosen(module.peers(backend), words), gated, caches, **extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
 

@@ -106,6 +106,12 @@ def make_inputs(case: AnyCase, xp: Any) -> Inputs:
     return Inputs(case, case.draw(xp))
 
 
+def to_host(x: Any) -> np.ndarray:
+    """Return a NumPy array of the same content."""
+    on_host: np.ndarray = x.get() if hasattr(x, "get") else x
+    return on_host
+
+
 def drawn_dtype(dtype: str) -> type[np.floating[Any]]:
     """Type in which numbers are drawn: float64 arrays that hold float32 numbers would make products exact."""
     return np.float64 if dtype == "float64" else np.float32

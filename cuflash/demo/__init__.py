@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..bench.check import to_host
+from ..bench.inputs import to_host
 from ..gpu.installed import choose_backend
 from .digits import (
     accuracy,

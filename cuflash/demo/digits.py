@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from .. import reference
-from ..bench.check import to_host
 from ..bench.device import peak_bytes
+from ..bench.inputs import to_host
 from ..dense import attention
 
 NUM_TRAINING = 1200

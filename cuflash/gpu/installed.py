@@ -26,7 +26,7 @@ WGMMA_NVRTC = (12, 9)
 _CUPY_PACKAGES = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x")
 
 
-def _driver() -> Any:
+def load_driver() -> Any:
     """The CUDA driver's library, not initialised; None without one."""
     try:
         return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
@@ -36,12 +36,12 @@ def _driver() -> Any:
 
 def driver_installed() -> bool:
     """Whether the CUDA driver's library can be loaded. Does not initialise it."""
-    return _driver() is not None
+    return load_driver() is not None
 
 
 def driver_cuda() -> tuple[int, int]:
     """Newest CUDA version that the driver runs; (0, 0) without a driver. Does not initialise it."""
-    version, driver = ctypes.c_int(0), _driver()
+    version, driver = ctypes.c_int(0), load_driver()
     if driver is not None:
         driver.cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000, version.value % 1000 // 10

@@ -56,7 +56,9 @@ class Launch:
             function = kernel_function(plan.append.program, device_id)
             packed = self._parts[0][1] if self._parts else packer(problem, plan)
             self._append = function, (plan.append.num_blocks,), packed
-        self._split = split_of(problem, plan, device_id) if plan.num_splits > 1 else None
+        self._split = None
+        if plan.num_splits > 1:
+            self._split = split_of(problem, plan, device_id, device_info(device_id).compute_capability)
         self._out, self._lse = results_of(problem)
         self._extents: dict[int, tuple[int, int]] | None = None
         log_plan(problem, plan)

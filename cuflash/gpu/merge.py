@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from itertools import product
 from math import prod
@@ -57,6 +58,9 @@ _PACK_ADDRESSES, _PACK_VALUES = (
 )
 
 
+_pack_stacked = struct.Struct("=4Q").pack
+
+
 class Merge(NamedTuple):
     """The launches that merge partial results. Holds no addresses."""
 
@@ -78,6 +82,13 @@ class Merge(NamedTuple):
             addresses = pack(outs=(*outs_at, *unused), lses=(*lses_at, *unused), out=to_out, lse=to_lse if lse else 0)
             packed.append(addresses + rest)
         return packed
+
+    def arguments_of_stacked(self, outs: int, lses: int, out: int, lse: int) -> list[bytes]:
+        """Do the same for stacked parts, in less time."""
+        return [
+            _pack_stacked(outs + to_outs, lses + to_lses, out + to_out, lse + to_lse if lse else 0) + rest
+            for rest, (to_outs, to_lses, to_out, to_lse) in self.pieces
+        ]
 
 
 def operands_of(infos: Sequence[ArrayInfo]) -> list[Operand]:

@@ -16,6 +16,7 @@ from ..problem.problem import Operand, Problem, result_rows
 from .arguments import start
 from .compile import kernel_function
 from .merge import NUM_THREADS, Merge, plan_merge
+from .overlap import can_overlap, start_overlapping
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -50,17 +51,22 @@ class Split(NamedTuple):
     """The compiled kernel."""
     lse_offset: int
     """Where the partial lse begins in it."""
+    start: Any
+    """What launches it: where a GPU can, it begins while blocks that it waits for are still at work."""
 
     def finish(self, workspace: int, out: int, lse: int) -> None:
         """Merge what lies in a workspace, given addresses, on the current stream of the current device."""
-        launch_merge(self.function, self.merge, [workspace], [workspace + self.lse_offset], out, lse)
+        merge = self.merge
+        for packed in merge.arguments_of_stacked(workspace, workspace + self.lse_offset, out, lse):
+            self.start(self.function, (merge.num_blocks,), (NUM_THREADS,), merge.program.shared_memory, packed)
 
 
-def split_of(problem: Problem, plan: Plan, device_id: int) -> Split:
+def split_of(problem: Problem, plan: Plan, device_id: int, compute_capability: int) -> Split:
     """Work out what a plan with several splits needs, and compile it."""
     merge = merge_of_splits(problem, plan.num_splits)
     function = kernel_function(merge.program, device_id)
-    return Split(merge, function, partial_of(problem).strides[0] * plan.num_splits)
+    lse_offset = partial_of(problem).strides[0] * plan.num_splits
+    return Split(merge, function, lse_offset, start_overlapping if can_overlap(compute_capability) else start)
 
 
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:

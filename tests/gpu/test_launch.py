@@ -36,6 +36,7 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "kernel_function", lambda program, device_id: None)
     for module in (launch, execute):
         monkeypatch.setattr(module, "device_info", lambda device_id: device_of(90))
+    monkeypatch.setattr(workspace, "can_overlap", lambda compute_capability: False)
     assert "cupy" in sys.modules
 
 

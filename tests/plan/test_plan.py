@@ -202,23 +202,23 @@ float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 6
 D=192 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 222208 B, batch 0:4, D 192/128, align 16, x1
 D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 140288 B, batch 0:4, D 64/128, align 16, x1
 D=256 Dv=64, forward_wgmma, 128x96x2/384, grid 512, 197632 B, batch 0:4, D 256/64, align 16, x1
-GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 26528 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
+GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
 GQA, many queries, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
-MHA, one query, forward_decode, 16x32/128, grid 256, 26528 B, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
 points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
-no queries, forward_decode, 16x32/128, grid 0, 16288 B, batch 0:2, D 64/64, align 16, x2
-no keys, forward_decode, 16x32/128, grid 8, 16288 B, batch 0:2, D 64/64, align 16, x2
-no batch, forward_decode, 16x32/128, grid 0, 16288 B, batch 0:0, D 64/64, align 16, x2
-no heads, forward_decode, 16x32/128, grid 0, 16288 B, batch 0:2, D 64/64, align 16, x2
+no queries, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
+no keys, forward_decode, 16x32/128, grid 8, 26016 B, batch 0:2, D 64/64, align 16, x2
+no batch, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:0, D 64/64, align 16, x2
+no heads, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
 (B, N, H, D) swapped, forward_wgmma, 192x128x2/512, grid 384, 104448 B, batch 0:4, D 64/64, align 16, x1
 three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
-batch of q broadcast, forward_decode, 16x32/128, grid 252, 16288 B, batch 0:9, D 64/64, align 16, x2
+batch of q broadcast, forward_decode, 16x32/128, grid 252, 26016 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3

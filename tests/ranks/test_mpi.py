@@ -113,7 +113,7 @@ def test_try_what_cannot_be(options: list[str], message: str, capsys: pytest.Cap
 
 
 def test_try_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(installed, "_driver", lambda: None)
+    monkeypatch.setattr(installed, "load_driver", lambda: None)
     with pytest.raises(SystemExit):
         main(["--try", "--backend", "gpu"])
     assert "no CUDA driver" in capsys.readouterr().err

@@ -37,7 +37,7 @@ class Machine(NamedTuple):
 
     def set_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Make it this one."""
-        monkeypatch.setattr(installed, "_driver", self._driver)
+        monkeypatch.setattr(installed, "load_driver", self._driver)
         monkeypatch.setattr(installed, "_cupy_packages", lambda: list(self.packages))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         if self.import_error is not None:
