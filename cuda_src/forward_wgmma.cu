@@ -160,8 +160,8 @@ struct RowWarp {
         tile.references = references_of(tile.maxima, tile.logits, multiplier);
         return tile;
     }
-    // Scores become weights relative to the rows' references. True if O has to follow these, by `factors`.
-    __device__ __forceinline__ bool weigh(Tile& tile, RowValues& factors) {
+    // Scores become logits, whose maxima the references follow. True if O has to follow these, by `factors`.
+    __device__ __forceinline__ bool find_logits(Tile& tile, RowValues& factors) {
         scores_to_logits(tile.view, tile.scores, tile.logits);
         // right either way: all of it is visible
         if (tile.at_edge) hide_scores(tile.view, tile.logits, tile.scores);
@@ -171,8 +171,12 @@ struct RowWarp {
                                             shared.exchange, tile.view.warp);
         // right either way: they are what they were
         if (outgrown) tile.references = references_of(tile.maxima, tile.logits, multiplier);
-        scores_to_weights(tile.scores, tile.logits, tile.references, multiplier, states.row_sum);
+        begin_weights(tile.scores, tile.logits, tile.references, multiplier);
         return outgrown;
+    }
+    // Logits of the lane's row r become weights relative to its reference.
+    __device__ __forceinline__ void weigh(Tile& tile, int r) {
+        states.row_sum[r] += row_to_weights(tile.scores, tile.logits, tile.references, multiplier, r);
     }
 
     // The first tile: its weights.
@@ -187,7 +191,8 @@ struct RowWarp {
         shared.turns.pass(group);
         wgmma_wait<0>(tile.scores[0]);
         shared.keys.release(0);
-        weigh(tile, factors);  // there is no output to follow them
+        find_logits(tile, factors);  // there is no output to follow them
+        weigh(tile, 0), weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
     // From the weights of the tile before tile i to those of tile i.
@@ -204,14 +209,19 @@ struct RowWarp {
         shared.turns.pass(group);
         wgmma_wait<1>(tile.scores[0]);
         shared.keys.release(i);
-        const bool outgrown = weigh(tile, factors);
+        const bool outgrown = find_logits(tile, factors);
+        weigh(tile, 0);
+        if (outgrown) {  // a branch: the compiler would move the wait in front of the exponentials
+            wgmma_wait<0>(o[0]);
+            rescale(o, factors);
+        }
         wgmma_wait<0>(o[0]);
         shared.values.release(i - 1);
-        if (outgrown) rescale(o, factors);
         if (i % kTilesPerSum == 0) {
             if (i > kTilesPerSum) add_total(o, total, tile.maxima, multiplier);
             restart(o, total, tile.maxima);
         }
+        weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
     // O += P V of the last tile.

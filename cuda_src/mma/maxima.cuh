@@ -71,10 +71,9 @@ __device__ __forceinline__ bool any_nan(const RowValues& values) {
     return __any_sync(0xffffffffu, any);
 }
 
-// The largest logit of a row, from the largest score of the lane's keys.
+// The largest logit of the lane's keys in a row, from their largest score.
 __device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, float score) {
     if constexpr (kShiftedLogits) score += logits.shift[r];
-    score = quad_maximum(score);
     if constexpr (!kPolynomialLogits) return score;
     // Without a branch: one for each row would keep them from being worked on together.
     return score == kLowestScore ? -infinity() : multiply_subnormal(score, logits.factor(score));
@@ -100,11 +99,13 @@ __device__ __forceinline__ bool follow_maxima(RowValues& maxima, RowValues large
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        largest[r] = maximum(maxima[r], largest_logit(logits, r, largest[r]));
+        largest[r] = largest_logit(logits, r, largest[r]);
         // right either way: maxima may grow at any time
         outgrown |= (largest[r] - maxima[r]) * multiplier > kSlackBits;
     }
     if (!warp.any(outgrown)) return false;  // right either way: maxima may grow at any time
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) largest[r] = maximum(maxima[r], quad_maximum(largest[r]));
     if constexpr (kWarpsPerRow > 1) exchange_maxima(largest, exchange, warp);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

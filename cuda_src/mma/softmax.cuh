@@ -49,25 +49,35 @@ __device__ __forceinline__ void subtract_references(Scores& scores, TileLogits& 
     }
 }
 
-// Scores become weights relative to references, and join the sums of their rows.
-__device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& logits, References references,
-                                                  float multiplier, RowValues& row_sum) {
+// What is to be done before rows of scores become weights.
+__device__ __forceinline__ void begin_weights(Scores& scores, TileLogits& logits, References& references,
+                                              float multiplier) {
     // right either way: exact is right for all, if slower
     if (kExactReference || references.are_large) subtract_references(scores, logits, references);
 #pragma unroll
     for (float& factor : logits.odd) factor *= multiplier;
+}
+
+// Scores of a row become weights relative to its reference. Returns the sum of the lane's.
+__device__ __forceinline__ float row_to_weights(Scores& scores, const TileLogits& logits, const References& references,
+                                                float multiplier, int r) {
+    float sums[2] = {};
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float sums[2] = {};
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            float& score = at(scores, r, i);
-            const float factor = kPolynomialLogits && !kExactReference ? logits.factor(score) : multiplier;
-            score = exp2_approximate(multiply_add(score, factor, references.offsets[r]));
-            sums[i % 2] += score;
-        }
-        row_sum[r] += sums[0] + sums[1];
+    for (int i = 0; i < kColumns; ++i) {
+        float& score = at(scores, r, i);
+        const float factor = kPolynomialLogits && !kExactReference ? logits.factor(score) : multiplier;
+        score = exp2_approximate(multiply_add(score, factor, references.offsets[r]));
+        sums[i % 2] += score;
     }
+    return sums[0] + sums[1];
+}
+
+// Scores become weights relative to references, and join the sums of their rows.
+__device__ __forceinline__ void scores_to_weights(Scores& scores, TileLogits& logits, References references,
+                                                  float multiplier, RowValues& row_sum) {
+    begin_weights(scores, logits, references, multiplier);
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) row_sum[r] += row_to_weights(scores, logits, references, multiplier, r);
 }
 
 }  // namespace cuflash
