@@ -65,7 +65,7 @@ class Task(NamedTuple):
 
     def of_heads(self, heads: slice, key_heads: slice) -> Task:
         """Return the task of some of the heads."""
-        options = {name: of_heads(x, -1, heads) if name == "alibi_slopes" else x for name, x in self.options.items()}
+        options = {name: of_heads(x, -1, heads) if hasattr(x, "ndim") else x for name, x in self.options.items()}
         return self._replace(
             q=self.q[..., heads, :, :],
             k=self.k[..., key_heads, :, :],
