@@ -26,7 +26,8 @@ class Segment(NamedTuple):
 
 
 Part = tuple[Segment, ...]
-"""What meets other parts at once: a segment, or with "zigzag" one from either end of the sequence."""
+"""What meets other parts at once: a segment, or with "zigzag" one from either end of the sequence, which are one where
+they meet in the middle."""
 
 
 def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[list[Part]]:
@@ -48,8 +49,15 @@ def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[lis
     for length, first, first_start, second_start in zip(lengths, firsts, first_starts, second_starts, strict=False):
         low = _cut(0, int(first_start), first, num_parts)
         high = _cut(first, int(second_start), length - first, num_parts)
-        ranks.append(list(zip(low, reversed(high), strict=True)))
+        ranks.append([_joined(*pair) for pair in zip(low, reversed(high), strict=True)])
     return ranks
+
+
+def _joined(low: Segment, high: Segment) -> Part:
+    """Two segments as one if they are neighbours wherever rows lie."""
+    if (low.at + low.length, low.start + low.length) == (high.at, high.start):
+        return (low._replace(length=low.length + high.length),)
+    return low, high
 
 
 def _cut(at: int, start: int, length: int, num_parts: int) -> list[Segment]:
@@ -111,7 +119,7 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     length = x.shape[axis]
     ((*segments,),) = parts_of(_even_lengths(length, size), layout, 1)[rank]
     pieces = [_rows(x, axis, slice(s.start, s.start + s.length)) for s in segments]
-    return pieces[0] if len(pieces) == 1 else _like(x).concatenate(pieces, axis=axis)
+    return pieces[0] if layout == "contiguous" else _like(x).concatenate(pieces, axis=axis)
 
 
 def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguous") -> Any:

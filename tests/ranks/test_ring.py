@@ -10,6 +10,7 @@ import pytest
 import cuflash
 from cuflash import distributed, reference
 from cuflash.distributed import dense, shard, unshard
+from cuflash.distributed.layout import Segment, parts_of
 from cuflash.problem.arrays import DTYPES
 
 from .threads import run_ranks, use_links
@@ -339,6 +340,15 @@ def test_shard_and_unshard(rng: np.random.Generator) -> None:
         shard(x, 4, 4)
     with pytest.raises(ValueError, match="layout is 'round'"):
         unshard([x], layout="round")  # type: ignore[arg-type]
+
+
+def test_parts_in_the_middle_are_one_segment() -> None:
+    """However many ranks hold the parts; all others have two."""
+    middle = (Segment(0, 6, 4),)
+    assert parts_of([4, 4, 4, 4], "zigzag", 1)[3] == [middle]
+    assert parts_of([8, 8], "zigzag", 2)[1] == [(Segment(0, 4, 2), Segment(6, 10, 2)), (Segment(2, 6, 4),)]
+    assert [len(part) for part in parts_of([16], "zigzag", 4)[0]] == [2, 2, 2, 1]
+    assert parts_of([3, 0], "zigzag", 1) == [[(Segment(0, 0, 3),)], [(Segment(0, 2, 0),)]]
 
 
 def test_nothing_at_all() -> None:
