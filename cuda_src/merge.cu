@@ -8,6 +8,8 @@
 // memory may hold anything, and if it is one of the last, a row has the same bits without it. Partial results of our
 // own come with their sums, not an lse.
 //
+// It may begin before the launch that writes what it merges has ended, and waits for that.
+//
 // Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
 // before anything is summed up, and a team has all of a row's parts on their way at once.
 

@@ -462,3 +462,15 @@ def test_launches_are_logged(launched: Launched, caplog: pytest.LogCaptureFixtur
     assert plan == f"new: {call._problem} -> {call.plan}"
     shapes = "q (2, 4, 1, 64), k (2, 2, 300, 64), v (2, 2, 300, 64), out (2, 4, 1, 64)"
     assert calls == [f"call: {call._problem} -> {call.plan}; {shapes}"] * 2
+
+
+@pytest.mark.parametrize("batch", [(2,), (2, 3, 2, 3, 2)])
+@pytest.mark.parametrize("lse", [0, 500])
+def test_both_ways_to_pack_a_merge_agree(batch: tuple[int, ...], lse: int) -> None:
+    """Of one launch, and of several for axes beyond those that it walks."""
+    q = _array((*batch, 64, 1, 64), np.float16, "swapped" if len(batch) > 1 else "contiguous")
+    k = _array((*batch, 1, 9000, 64), np.float16, "contiguous")
+    problem, _ = describe_attention(q, k, k, return_lse=True)
+    merge = workspace.merge_of_splits(problem, 7)
+    assert merge.pieces
+    assert merge.arguments_of_stacked(100, 200, 300, lse) == merge.arguments([100], [200], 300, lse)
