@@ -198,12 +198,12 @@ def attention_with_kv_cache(
     pointers: Any = None
     views = _views(seqlens_k, k_cache, v_cache, k_new, v_new, page_table)
     if views is not None:
+        num_keys, lengths, k, v, new_k, new_v = views
         options = (
             "attention_with_kv_cache", num_splits, type(num_splits), split_size, type(split_size), causal, type(causal),
             scale, type(scale), softcap, type(softcap), precision, return_lse, type(return_lse), out_dtype,
-            None if window is None else hashable_window(window),
+            None if window is None else hashable_window(window), num_keys,
         )  # fmt: skip
-        lengths, k, v, new_k, new_v = views
         others = (out, lse, bias, mask, alibi_slopes, sinks, None, lengths, page_table, new_k, new_v)
         key, launch, pointers = find(q, k, v, others, options)
     if (
@@ -222,18 +222,25 @@ def attention_with_kv_cache(
 
 
 def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, page_table: Any) -> Any:
-    """Return lengths that are an array, and the keys and values that a call reads and writes, known lengths cut off.
+    """Return the number of keys where it is known and pages don't show it, lengths that are an array, and the keys and
+    values that a call reads and writes, known lengths cut off.
 
     None for calls that are always checked as a whole.
     """
     if type(seqlens_k) is not int:
-        return None if not hasattr(seqlens_k, "shape") else (seqlens_k, k_cache, v_cache, k_new, v_new)
+        return None if not hasattr(seqlens_k, "shape") else (None, seqlens_k, k_cache, v_cache, k_new, v_new)
     arrays = k_cache, v_cache, k_cache if k_new is None else k_new
     known = np.ndarray, cupy_ndarray()
-    if seqlens_k < 0 or page_table is not None or any(type(x) not in known or x.ndim != 4 for x in arrays):
+    if seqlens_k < 0 or any(type(x) not in known or x.ndim != 4 for x in arrays):
         return None
     capacity, num_new = k_cache.shape[2], 0 if k_new is None else k_new.shape[2]
+    if page_table is not None:
+        if type(page_table) not in known or page_table.ndim != 2:
+            return None
+        capacity *= page_table.shape[1]
     end = min(seqlens_k + num_new, capacity)
     if num_new > end - min(seqlens_k, capacity):
         return None
-    return None, k_cache[:, :, :end], v_cache[:, :, :end], k_new, v_new
+    if page_table is not None:
+        return end, None, k_cache, v_cache, k_new, v_new
+    return None, None, k_cache[:, :, :end], v_cache[:, :, :end], k_new, v_new

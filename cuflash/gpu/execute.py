@@ -28,6 +28,8 @@ _calls: dict[Any, CallsOfKind] = {}
 _K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("k", "v", "out", "lse", "k_new"))
 _NO_POINTERS = (0,) * (len(ARRAYS) - 3)
 _QKV = (0, 1, 2)
+_OF_CACHES = "attention_with_kv_cache"
+"""Whose options end with the number of keys, where no array shows it."""
 
 
 class CallsOfKind:
@@ -51,12 +53,17 @@ class CallsOfKind:
         self._chosen = chosen
         self._packers: dict[tuple[bool, int, Axes], Packer] = {}
 
-    def launch_at(self, dtypes: Any, shapes: Any, strides: Any, pointers: list[int]) -> Launch | None:
-        """Return the launch of a call, given what its arrays are, None if it has to be checked."""
+    def launch_at(
+        self, dtypes: Any, shapes: Any, strides: Any, pointers: list[int], num_keys: int | None
+    ) -> Launch | None:
+        """Return the launch of a call, given what its arrays are, None if it has to be checked.
+
+        `num_keys` is that of a cache in pages, where it is known.
+        """
         for i in self._written:
             if overlaps_itself(shapes[i], strides[i], dtypes[i].itemsize):
                 return None
-        problem = self._kind.at(shapes, strides, pointers)
+        problem = self._kind.at(shapes, strides, pointers, num_keys)
         return None if problem is None else self.launch_of(problem)
 
     def launch_of(self, problem: Problem) -> Launch:
@@ -124,6 +131,8 @@ def find_on_gpu(
 def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """What of a call's key its lengths do not change."""
     options, chosen, places, devices, dtypes, (q, k, v, *_), _, _ = key
+    if options[0] == _OF_CACHES:
+        options = (*options[:-1], options[-1] is None)
     fixed: tuple[Any, ...]
     if options[0] != "attention_varlen":
         # An array of one axis, which is wrong, has no last axis behind a sequence.
@@ -138,8 +147,8 @@ def _launch_of_known_kind(key: tuple[Any, ...], pointers: list[int]) -> Launch |
     calls = _calls.get(_kind_key(key))
     if calls is None:
         return None
-    *_, dtypes, shapes, strides, _ = key
-    launch = calls.launch_at(dtypes, shapes, strides, pointers)
+    options, *_, dtypes, shapes, strides, _ = key
+    launch = calls.launch_at(dtypes, shapes, strides, pointers, options[-1] if options[0] == _OF_CACHES else None)
     if launch is not None:
         _remember(_launches, key, launch)
     return launch

@@ -230,7 +230,8 @@ def _at(like: Problem, infos: dict[str, ArrayInfo]) -> Problem:
     given = [infos[name] for name in ARRAYS if name in infos]
     pointers = [infos[name].pointer if name in infos else 0 for name in ARRAYS]
     places = [place for place, name in enumerate(ARRAYS) if name in infos]
-    problem = Kind(like, places).at([info.shape for info in given], [info.strides for info in given], pointers)
+    shapes, strides = [info.shape for info in given], [info.strides for info in given]
+    problem = Kind(like, places).at(shapes, strides, pointers, like.seqlen_k)
     assert problem is not None, "lengths are checked"
     return problem
 

@@ -64,7 +64,9 @@ class Kind:
         )
         self._traits: dict[tuple[int, int], Traits] = {}
 
-    def at(self, shapes: Sequence[Any], strides: Sequence[Any], pointers: Sequence[int]) -> Problem | None:
+    def at(
+        self, shapes: Sequence[Any], strides: Sequence[Any], pointers: Sequence[int], num_keys: int | None = None
+    ) -> Problem | None:
         """Return the problem of a call of this kind, None if its lengths do not fit each other.
 
         Parameters
@@ -73,6 +75,8 @@ class Kind:
             Of the given arrays, strides in bytes.
         pointers
             Addresses in the order of `ARRAYS`, 0 of those that are not given.
+        num_keys
+            Of a cache in pages with a known length.
         """
         like = self._like
         batch, offset, cache, find_shapes = like.batch, like.query_offset, like.cache, self._shapes
@@ -88,7 +92,7 @@ class Kind:
             if cache is not None:
                 if num_values != seqlen_k:
                     return None
-                num_values = seqlen_k = self._keys_in_cache(shapes)
+                num_values = seqlen_k = self._keys_in_cache(shapes, num_keys)
                 cache = self._cache(shapes)
                 find_shapes = partial(cache_shapes, cache=cache)
             if like.bottom_right and not like.traits.seqlens_k:
@@ -132,13 +136,14 @@ class Kind:
             pages = shapes[_K][0], shapes[_K][-2], shapes[self._at[_PAGE_TABLE]][-1]
         return Cache(num_new, *pages, self._like.cache.num_splits, self._like.cache.split_size)
 
-    def _keys_in_cache(self, shapes: Sequence[Any]) -> int:
+    def _keys_in_cache(self, shapes: Sequence[Any], num_keys: int | None) -> int:
         """Keys of a batch, at most."""
         if not self._like.traits.page_table:
             return int(shapes[_K][-2])
         if self._like.traits.seqlens_k:
             return int(shapes[_K][-2] * shapes[self._at[_PAGE_TABLE]][-1])
-        return self._like.seqlen_k
+        assert num_keys is not None, "it is known"
+        return num_keys
 
     def _all_aligned(self, strides: Sequence[Any], pointers: Sequence[int]) -> bool:
         """Whether everything certainly lies as it is best (False: look closer)."""

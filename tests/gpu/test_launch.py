@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import dense, log, states
+from cuflash import dense, kv_cache, log, states
 from cuflash.gpu import compile as compile_module
 from cuflash.gpu import execute, launch, workspace
 from cuflash.gpu import states as gpu_states
@@ -374,6 +374,13 @@ def _paged(n: int, x: Any) -> Any:
     )
 
 
+def _paged_and_known(n: int, x: Any) -> Any:
+    cache, new = [x(900, 4, 16, 64) for _ in range(2)], [x(2, 4, n % 5 + 1, 64) for _ in range(2)]
+    return cuflash.attention_with_kv_cache(
+        x(2, 8, 1, 64), *cache, seqlens_k=8 * n, k_new=new[0], v_new=new[1], page_table=x(2, n + 1, dtype=np.int32)
+    )
+
+
 def _six_axes(n: int, x: Any) -> Any:
     q = x(2, 1, 3, 2, 2, 4, n, 64)
     return cuflash.attention(q, q if n % 2 else cupy.broadcast_to(q[:1, :, :1], q.shape), x(*q.shape))
@@ -385,7 +392,8 @@ CALLS: dict[str, Any] = {
         for name, options in KINDS.items()
     },
     "few_queries": lambda n, x: cuflash.attention(x(4, n % 9, 64), *(x(2, 1000 + 9 * n, 64) for _ in range(2))),
-    "packed": _packed, "cached": _cached, "paged": _paged, "six_axes": _six_axes,
+    "packed": _packed, "cached": _cached, "paged": _paged, "paged_and_known": _paged_and_known,
+    "six_axes": _six_axes,
 }  # fmt: skip
 
 
@@ -399,6 +407,24 @@ def test_what_is_remembered_holds_no_lengths(kind: str, problems: Any, apart: An
         alone = launch.Launch(found._problem, found.plan, 0)
         assert found._parts == alone._parts and found._append == alone._append
     assert len(execute._calls) == 1 and len(execute._launches) == 7
+
+
+def test_known_lengths_of_pages_are_told_apart(problems: Any, apart: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No array shows them."""
+
+    def call(length: Any, num_new: int = 1) -> Any:
+        q, cache, table = apart(2, 8, 1, 64), apart(900, 4, 16, 64), apart(2, 40, dtype=np.int32)
+        new = apart(2, 4, num_new, 64)
+        options = {"seqlens_k": length, "k_new": new, "v_new": new, "page_table": table}
+        return cuflash.attention_with_kv_cache(q, cache, apart(900, 4, 16, 64), **options)
+
+    first = {(n, num_new): call(n, num_new) for n in (100, 0, 639) for num_new in (1, 0)}
+    assert {key: found.seqlen_k for key, found in first.items()} == {(n, new): n + new for n, new in first}
+    assert call(apart(2, dtype=np.int32)).seqlen_k == 640
+    cut = call(639, 3)
+    assert (cut.seqlen_k, cut.cache.num_new) == (640, 1)
+    monkeypatch.setattr(kv_cache, "describe_kv_cache", None)
+    assert {key: call(*key) for key in first} == first and call(77).seqlen_k == 78
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lse"])

@@ -104,6 +104,7 @@ KINDS: dict[str, Callable[[int, int], Arrays]] = {
     "paged_and_new": lambda n, m: (
         paged(n, m + n) | {"k_new": zeros(2, 2, n, 8), "v_new": zeros(2, 2, n, 6), "window": (3, 0), "return_lse": True}
     ),
+    "paged_and_known": lambda n, m: paged(n, m) | {"seqlens_k": m},
     "packed_into": lambda n, m: packed(n, m) | {"out": zeros(n, 4, 6), "causal": "top_left"},
 }
 
@@ -122,10 +123,10 @@ def kind_of(problem: Problem, infos: list[ArrayInfo | None]) -> Kind:
     return Kind(problem, [place for place, info in enumerate(infos) if info])
 
 
-def at(kind: Kind, infos: list[ArrayInfo | None]) -> Problem | None:
+def at(kind: Kind, infos: list[ArrayInfo | None], num_keys: int | None = None) -> Problem | None:
     given = [info for info in infos if info]
     pointers = [info.pointer if info else 0 for info in infos]
-    return kind.at([info.shape for info in given], [info.strides for info in given], pointers)
+    return kind.at([info.shape for info in given], [info.strides for info in given], pointers, num_keys)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -133,7 +134,7 @@ def test_other_lengths(name: str) -> None:
     kinds = [kind_of(*described(KINDS[name](*lengths))) for lengths in LENGTHS]
     for lengths in LENGTHS:
         problem, infos = described(KINDS[name](*lengths))
-        assert all(at(kind, infos) == problem for kind in kinds)
+        assert all(at(kind, infos, problem.seqlen_k) == problem for kind in kinds)
 
 
 def test_packed_sequences_may_be_more() -> None:
