@@ -204,6 +204,7 @@ def test_usual_calls_need_what_is_compiled_at_import(capability: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.alone  # a warm import that is slow says what it waits for
 def test_cold_import_prints_one_line_and_warm_import_none(tmp_path: Path) -> None:
     cold = python("import cuflash", CUPY_CACHE_DIR=str(tmp_path))
     assert re.fullmatch(r"cuflash: compiling \d+ kernels for sm_\w+, once .*, \d+\.\d s\n", cold.stderr)
