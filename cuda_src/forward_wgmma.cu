@@ -39,6 +39,10 @@ namespace cuflash {
 
 using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 
+// What threads have of the registers with which the block begins: 504 or 512 for one of each warpgroup, 256 of two.
+constexpr int kLoaderRegisters = kConsumers < 3 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 1 ? 216 : kConsumers == 2 ? 232 : 160;
+
 static_assert(kProducers == 128 && kThreads == (kConsumers + 1) * kGroupThreads && kBlockM == 64 * kConsumers);
 static_assert(kVectorLoads && kHasValues && !kHasArrays);
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
@@ -88,7 +92,7 @@ struct KeyLoader {
 };
 __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedTiles& shared, int thread) {
     const int num_tiles = shared.walk.num_tiles;
-    if (num_tiles == 0) return;
+    if (num_tiles == 0) return;  // right either way: zeros that nobody reads
     KeyLoader loader(params, shared, thread);
     loader.load<false>(0, shared.walk.last_keys);
 #pragma unroll 1
@@ -270,12 +274,11 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     let_next_launch_begin();
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
-    // 512 registers for each four threads, one of each warpgroup.
     if (group == kConsumers) {
-        registers_release < kConsumers<3 ? 40 : 32>();
+        registers_release<kLoaderRegisters>();
         load_keys(params, shared, threadIdx.x - kConsumers * kGroupThreads);
     } else {
-        registers_take<kConsumers == 1 ? 216 : kConsumers == 2 ? 232 : 160>();
+        registers_take<kConsumerRegisters>();
         attend(params, shared, group);
     }
 }
