@@ -259,8 +259,9 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
     // 512 registers for each four threads, one of each warpgroup.
+    constexpr int kLeftToLoad = kConsumers < 3 ? 40 : 32;
     if (group == kConsumers) {
-        registers_release < kConsumers<3 ? 40 : 32>();
+        registers_release<kLeftToLoad>();
         load_keys(params, shared, threadIdx.x - kConsumers * kGroupThreads);
     } else {
         registers_take<kConsumers == 1 ? 216 : kConsumers == 2 ? 232 : 160>();
