@@ -11,7 +11,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
+from threadpoolctl import ThreadpoolController
 
 # The caller's settings stay out of the tests; before the first import of cuflash, which reads some of them.
 for _name in [name for name in os.environ if name.startswith("CUFLASH_") or name == "CUPY_TF32"]:
@@ -130,6 +131,18 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     taken = ", ".join(f"{name} {time:.0f}" for name, time in sorted(seconds.items()) if time >= 1)
     if taken:
         terminalreporter.write_line(f"seconds by folder, and of tests named for a kernel: {taken}")
+
+
+@lru_cache(maxsize=1)
+def _blas() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="blas")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread_of_blas(request: pytest.FixtureRequest) -> Iterator[None]:
+    """For tests of kernels, whose products in float64 are small: other threads of BLAS would wait at full speed."""
+    with _blas().limit(limits=1) if request.path.parent.name in ("emulator", "kernels", "plan") else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -125,6 +125,19 @@ def _split_window(emulator: Emulator) -> None:
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
 
 
+def _splits_of_a_size(emulator: Emulator) -> None:
+    """Splits of a size of their own have the same keys, however much room a cache has behind them."""
+    rng = np.random.default_rng(0)
+    q, keys, values = (rng.standard_normal((1, 1, length, 32)).astype(_type(emulator)) for length in (1, 190, 190))
+    found = []
+    for capacity in (200, 700):
+        k, v = (np.zeros((1, 1, capacity, 32), _type(emulator)) for _ in range(2))
+        k[:, :, :190], v[:, :, :190] = keys, values
+        out = emulator.attention_with_kv_cache(q, k, v, seqlens_k=np.array([190], np.int32), split_size=128)
+        found.append(out.tobytes())
+    assert found[0] == found[1]
+
+
 def _splits_without_lse(emulator: Emulator) -> None:
     emulator.num_splits = 2
     x = np.ones((2, 200, 32), _type(emulator))
@@ -386,6 +399,7 @@ CALLS: dict[str, Call] = {
     "softcap_of_low_scores": softcap_of_low_scores,
     **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
     "split_window": _split_window,
+    "splits_of_a_size": _splits_of_a_size,
     "splits_without_lse": _splits_without_lse,
     **{call.__name__: partial(_of_points, call) for call in test_points.CALLS},
     "merge-odd": partial(_merge, 17),

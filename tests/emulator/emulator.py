@@ -1,7 +1,8 @@
 """Kernels compiled by g++ and run on the CPU: from a plan to the results, with every memory access checked.
 
 The entry file is the one that goes to NVRTC, and so are the sources, except that `ptx/` is replaced by the definitions
-in this folder. `builtins.h` stands in for what a CUDA compiler declares, `runtime.cpp` runs the grid.
+in this folder. `builtins.h` stands in for what a CUDA compiler declares, `runtime.cpp` runs the grid, and
+`tensor_cores.cpp` computes products of matrices.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ def _runtime() -> ctypes.CDLL:
     target = BUILD / f"runtime-{_harness_digest()}.so"
     if not target.exists():
         # Some distributions' g++ checks that longjmp only goes up its own stack; fibers have many.
-        _build(target, ["-O2", "-g1", "-U_FORTIFY_SOURCE", str(HERE / "runtime.cpp")])
+        sources = [str(HERE / name) for name in ("runtime.cpp", "tensor_cores.cpp")]
+        _build(target, ["-O3", "-g1", "-U_FORTIFY_SOURCE", *_processor_flags(), f"-I{HERE}", *sources])
     return ctypes.CDLL(str(target), mode=ctypes.RTLD_GLOBAL)
 
 

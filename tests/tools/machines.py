@@ -47,7 +47,7 @@ class Machine(NamedTuple):
         cupy = self._cupy()
         monkeypatch.setitem(sys.modules, "cupy", cupy)
         monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
-        monkeypatch.setattr("cuflash.gpu.launch._found_gpu_type", None)  # it is kept, and would be that of the toaster
+        monkeypatch.setattr("cuflash.gpu.execute._found_gpu_type", None)  # it is kept, and would be that of the toaster
         for name in ("attention", "attention_with_kv_cache", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"):
             monkeypatch.setattr(doctor, name, _as_on_a_gpu(getattr(doctor, name)))
 
