@@ -47,9 +47,9 @@ def finish_on_host(state: State, sinks: Array | None, out: Array, lse: Array | N
     """Write results, with sinks let in."""
     # Contiguous: the last bits of NumPy 1.26's logarithms of strided arrays depend on where these lie.
     peak, total, offset = (np.ascontiguousarray(state.sums[..., i]) for i in range(3))
-    logits = None if sinks is None else sinks.astype(np.float64)[..., np.newaxis] + offset
+    logits = None if sinks is None else sinks.astype(np.float64)[..., np.newaxis]
     with np.errstate(all="ignore"):
-        divisor, logs = cpu.close_rows(total, peak, logits)
+        divisor, logs = cpu.close_rows(total, peak - offset, logits)
         if lse is not None:
-            np.copyto(lse, cpu.bounded_lse(total, logs - offset, lse.dtype), casting="same_kind")
+            np.copyto(lse, cpu.bounded_lse(total, logs, lse.dtype), casting="same_kind")
         np.divide(state.out, divisor[..., np.newaxis], out=out, casting="same_kind")

@@ -15,6 +15,7 @@ from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
 from .. import states
+from ..gpu.copies import use_device
 from ..problem.arrays import DTYPES, inspect
 from ..problem.problem import HEAD_ARRAYS, PAIR_ARRAYS, Problem
 from ..problem.states import State
@@ -211,7 +212,9 @@ def _attend(
 
 def _no_keys(shape: Lengths, dtype: str, q: Any) -> State:
     """State of queries that see nothing, where the array `q` is."""
-    return states.forget(states.empty_state(shape, dtype, inspect("q", q).device))
+    device = inspect("q", q).device
+    with use_device(device):
+        return states.forget(states.empty_state(shape, dtype, device))
 
 
 def _finish(dtypes: Sequence[str], is_2d: bool, found: list[State], sinks: Any) -> list[Any]:

@@ -102,17 +102,20 @@ class NcclLink:
         """Begin to send and to receive arrays, behind what the current stream has been given."""
         from cupy.cuda import nccl
 
+        exchange = Exchange(self, [*sends, *receives])
+        self._pending.append(exchange)
         with self._device:
             if sends or receives:
                 self._stream.wait_event(self._cupy.cuda.get_current_stream().record())
                 nccl.groupStart()
-                for x, peer in sends:
-                    self._comm.send(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
-                for x, peer in receives:
-                    self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
-                nccl.groupEnd()
-            exchange = Exchange(self, self._stream.record(), [*sends, *receives])
-        self._pending.append(exchange)
+                try:
+                    for x, peer in sends:
+                        self._comm.send(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
+                    for x, peer in receives:
+                        self._comm.recv(x.data.ptr, x.nbytes, nccl.NCCL_UINT8, peer, self._stream.ptr)
+                finally:  # else the thread's next communicator would be made inside of this group
+                    nccl.groupEnd()
+            exchange.arrived = self._stream.record()
         return exchange
 
     def finish(self, exchange: Exchange) -> None:
@@ -132,8 +135,10 @@ class NcclLink:
 class Exchange:
     """Messages on their way, and the memory that they need."""
 
-    def __init__(self, link: NcclLink, arrived: Any, messages: list[tuple[Any, int]]) -> None:
-        self._link, self.arrived, self._messages = link, arrived, messages
+    def __init__(self, link: NcclLink, messages: list[tuple[Any, int]]) -> None:
+        self._link, self._messages = link, messages
+        self.arrived: Any = None
+        """The event behind them."""
 
     @property
     def peers(self) -> str:

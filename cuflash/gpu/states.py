@@ -68,23 +68,26 @@ def merge_on_gpu(states: Sequence[State], into: State) -> None:
 
 def finish_on_gpu(state: State, sinks: Any, out: Any, lse: Any) -> None:
     """Write results, with sinks let in."""
-    _merge([state] if sinks is None else [state, sinks_on_gpu(sinks, state)], out, lse)
-
-
-def sinks_on_gpu(sinks: Any, state: State) -> State:
-    """Return a state of no keys and one logit for each head."""
     import cupy
 
-    with cupy.cuda.Device(state.sums.device.id):
-        return state_of_sinks(cupy, sinks, state)
+    states = [state]
+    if sinks is not None:
+        with cupy.cuda.Device(state.sums.device.id):
+            states = with_sinks(cupy, sinks, state)
+    _merge(states, out, lse)
 
 
-def state_of_sinks(xp: Any, sinks: Any, state: State) -> State:
-    """Return a state of no keys and one logit for each head, with the offset of another state."""
-    sums = xp.ones_like(state.sums)
-    sums[..., 2] = state.sums[..., 2]
-    sums[..., 0] = xp.asarray(sinks, sums.dtype)[..., np.newaxis] + sums[..., 2]
-    return State(xp.broadcast_to(xp.zeros((), sums.dtype), state.out.shape), sums)
+def with_sinks(xp: Any, sinks: Any, state: State) -> list[State]:
+    """Return a state without its offset, and one of no keys and one logit for each head.
+
+    A sink is small beside the offsets of rows far away from the keys, and would be lost in them.
+    """
+    plain = state._replace(sums=state.sums.copy())
+    plain.sums[..., 0] -= plain.sums[..., 2]
+    plain.sums[..., 2] = 0
+    sums = xp.ones_like(plain.sums)
+    sums[..., 0], sums[..., 2] = xp.asarray(sinks, sums.dtype)[..., np.newaxis], 0
+    return [plain, State(xp.broadcast_to(xp.zeros((), sums.dtype), state.out.shape), sums)]
 
 
 def _merge(states: Sequence[State], out: Any, sums: Any) -> None:

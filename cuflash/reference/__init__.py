@@ -16,3 +16,7 @@ __all__ = [
     "attention", "attention_lse", "attention_varlen", "attention_with_kv_cache", "chunk_gated_output",
     "gated_delta_rule", "merge_attention_states",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -26,3 +26,7 @@ __all__ = [
     "DTYPES", "LAYOUTS", "Cached", "Case", "Data", "Outcome", "Poisoned", "check", "describe", "expected_shape",
     "make_data", "oracle", "results_of", "run",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

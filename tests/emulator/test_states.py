@@ -10,7 +10,7 @@ import pytest
 
 from cuflash import reference
 from cuflash.gpu.merge import NUM_THREADS
-from cuflash.gpu.states import merge_of_states, state_of_sinks
+from cuflash.gpu.states import merge_of_states, with_sinks
 from cuflash.plan.partial import PARTIAL_COLUMNS, partial_traits
 from cuflash.plan.table import KERNELS, KernelSpec
 from cuflash.problem.arrays import DTYPES, inspect
@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": SINKS},
     "alibi": {"alibi_slopes": SLOPES, "sinks": SINKS},
     "alibi_far": {"alibi_slopes": SLOPES, "query_offset": 10**7},
+    "alibi_far_and_sinks": {"alibi_slopes": SLOPES, "query_offset": 10**7, "sinks": np.array([3.3, -1.7, 0.1, 5.9])},
 }
 
 
@@ -86,7 +87,7 @@ def together(emulator: Emulator, edges: list[int], *arrays: np.ndarray, **option
         else:
             merge([state, found], *state)
     assert state is not None, "there are keys"
-    states = [state] if sinks is None else [state, state_of_sinks(np, sinks, state)]
+    states = [state] if sinks is None else with_sinks(np, sinks, state)
     out, lse = memory(q.dtype.name, *state.out.shape), memory(state.sums.dtype.name, *state.out.shape[:-1])
     merge(states, out, lse)
     return out, lse

@@ -427,6 +427,22 @@ def test_known_lengths_of_pages_are_told_apart(problems: Any, apart: Any, monkey
     assert {key: call(*key) for key in first} == first and call(77).seqlen_k == 78
 
 
+def test_caches_that_do_not_fit_are_refused_whatever_came_before(problems: Any, apart: Any) -> None:
+    q, cache = apart(2, 8, 1, 64), apart(2, 4, 96, 64)
+    table, lengths = apart(2, 9, dtype=np.int32), apart(2, dtype=np.int32)
+    call = cuflash.attention_with_kv_cache
+    call(q, cache, apart(2, 4, 96, 64), seqlens_k=50)
+    with pytest.raises(ValueError, match=r"v_cache has shape \(2, 4, 90, 64\) but k_cache has \(2, 4, 96, 64\)"):
+        call(q, cache, apart(2, 4, 90, 64), seqlens_k=50)
+    call(q, cache, cache, seqlens_k=lengths, page_table=table)
+    with pytest.raises(ValueError, match=r"page_table has shape \(\), expected"):
+        call(q, cache, cache, seqlens_k=lengths, page_table=apart(dtype=np.int32))
+    new = apart(2, 4, 1, 64)
+    call(q, cache, apart(2, 4, 96, 64), seqlens_k=lengths, k_new=new, v_new=apart(2, 4, 1, 64))
+    with pytest.raises(ValueError, match=r"k_new has shape \(64,\), expected"):
+        call(q, cache, apart(2, 4, 96, 64), seqlens_k=lengths, k_new=new[0, 0, 0], v_new=new)
+
+
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lse"])
 def test_other_lengths_without_values_are_not_checked_again(
     kind: str, problems: Any, apart: Any, monkeypatch: pytest.MonkeyPatch

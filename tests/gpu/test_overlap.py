@@ -79,7 +79,7 @@ def test_results_are_those_of_launches_one_after_the_other(heads_kv: int, monkey
         for _ in range(3):
             graph.launch()
     stream.synchronize()
-    monkeypatch.setattr(cuflash.gpu.launch, "_launches", {})
+    monkeypatch.setattr(cuflash.gpu.execute, "_launches", {})
     monkeypatch.setattr(cuflash.gpu.workspace, "can_overlap", lambda compute_capability: False)
     assert overlapping == compute()
     assert [x.tobytes() for x in captured] == overlapping[:4]

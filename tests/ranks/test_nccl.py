@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +47,8 @@ def exchange_of(waits: Waits, event: Event) -> tuple[Any, nccl.Exchange]:
     link._comm, link._timeout, link.rank, link.device, link._pending, link._gathering = waits, 0.05, 0, 7, [], None
     link._device = nullcontext()
     link._cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda: waits))
-    exchange = nccl.Exchange(link, event, [(np.ones(3), 2), (np.ones(2), 1)])
+    exchange = nccl.Exchange(link, [(np.ones(3), 2), (np.ones(2), 1)])
+    exchange.arrived = event
     link._pending.append(exchange)
     return link, exchange
 
@@ -69,6 +71,30 @@ def test_keys_do_not_come() -> None:
     link.abort(TimeoutError())
     assert waits.aborted and nccl._abandoned[abandoned:] == [([exchange], None)]
     del nccl._abandoned[abandoned:]
+
+
+def test_a_group_ends_and_its_memory_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens while messages are given to NCCL: the next communicator is not to be made inside."""
+    pytest.importorskip("cupy")
+    library = import_module("cupy.cuda.nccl")
+
+    def fail(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    depth: list[int] = []
+    monkeypatch.setattr(library, "groupStart", lambda: depth.append(1), raising=False)
+    monkeypatch.setattr(library, "groupEnd", lambda: depth.append(-1), raising=False)
+    monkeypatch.setattr(library, "NCCL_UINT8", 1, raising=False)
+    waits = Waits()
+    link, _ = exchange_of(waits, Event(0))
+    link._pending.clear()
+    link._comm = SimpleNamespace(send=fail, recv=fail)
+    waits.record = lambda: None
+    link._stream = SimpleNamespace(wait_event=lambda event: None, ptr=0)
+    x = SimpleNamespace(data=SimpleNamespace(ptr=0), nbytes=8)
+    with pytest.raises(KeyboardInterrupt):
+        link.exchange([(x, 1)], [])
+    assert sum(depth) == 0 and depth and [exchange._messages for exchange in link._pending] == [[(x, 1)]]
 
 
 def test_nccl_reports_a_failure() -> None:

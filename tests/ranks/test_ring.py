@@ -445,6 +445,10 @@ def test_alibi_of_queries_far_away(dtype: str, offset: int, rng: np.random.Gener
     out, _, _ = together(*arrays, 4, **options)
     exact = cuflash.attention(*(x.astype(np.float64) for x in arrays), **options)
     assert np.abs(out - exact).max() <= 32 * EPS[dtype]
+    # Beside such logits a sink is all that is left.
+    sinks = np.array([3.3, -1.7])
+    _, lse, _ = together(*arrays, 4, sinks=sinks, **options)
+    np.testing.assert_allclose(lse, np.repeat(sinks[:, np.newaxis], 40, axis=1), rtol=2 * EPS[dtype])
 
 
 def test_error_does_not_grow_with_the_number_of_parts(rng: np.random.Generator) -> None:
