@@ -227,18 +227,18 @@ def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, p
 
     None for calls that are always checked as a whole.
     """
-    arrays = k_cache, v_cache, k_cache if k_new is None else k_new, v_cache if v_new is None else v_new
-    known = np.ndarray, cupy_ndarray()
-    if any(type(x) not in known or x.ndim != 4 for x in arrays):
-        return None
-    if page_table is not None and (type(page_table) not in known or page_table.ndim != 2):
-        return None
     if type(seqlens_k) is not int:
         return None if not hasattr(seqlens_k, "shape") else (None, seqlens_k, k_cache, v_cache, k_new, v_new)
-    if seqlens_k < 0 or k_cache.shape[:3] != v_cache.shape[:3]:
+    arrays = k_cache, v_cache, k_cache if k_new is None else k_new
+    known = np.ndarray, cupy_ndarray()
+    if seqlens_k < 0 or any(type(x) not in known or x.ndim != 4 for x in arrays):
+        return None
+    if k_cache.shape[:3] != v_cache.shape[:3]:  # capacities, which the views do not show
         return None
     capacity, num_new = k_cache.shape[2], 0 if k_new is None else k_new.shape[2]
     if page_table is not None:
+        if type(page_table) not in known or page_table.ndim != 2:
+            return None
         capacity *= page_table.shape[1]
     end = min(seqlens_k + num_new, capacity)
     if num_new > end - min(seqlens_k, capacity):

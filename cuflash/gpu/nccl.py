@@ -44,8 +44,8 @@ def communicator_by_mpi(comm: Any) -> Any:
 class NcclLink:
     """Ranks of an NCCL communicator.
 
-    Messages travel on a stream of their own. Where NCCL reports that a rank has failed, or records don't come in time,
-    the communicator is aborted, so that nothing waits for them any longer.
+    Messages travel on a stream of their own. Where NCCL reports that a rank has failed, or messages don't come in
+    time, the communicator is aborted, so that nothing waits for them any longer.
     """
 
     def __init__(self, communicator: Any, timeout: float | None) -> None:
@@ -75,11 +75,11 @@ class NcclLink:
         found[self.rank] = record
         with self._device, self._stream:
             records = self._cupy.empty(shape, np.uint8)
+            self._gathering = found, records
             mine = records[self.rank]
             mine.set(found[self.rank], self._stream)
             self._comm.allGather(mine.data.ptr, records.data.ptr, record.size, nccl.NCCL_UINT8, self._stream.ptr)
             records.get(self._stream, out=found, blocking=False)
-            self._gathering = found, records
             self.wait(self._stream.record(), "all ranks to call")
         self._gathering = None
         return found

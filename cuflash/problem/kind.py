@@ -56,6 +56,8 @@ class Kind:
         self._has_lse = like.strides.lse is not None
         self._read = [(place, i) for i, place in enumerate(given) if values or place != _V]
         self._at = dict(self._read)
+        axes = ((_K_NEW, 4), (_PAGE_TABLE, 2))
+        self._axes = [(self._at[place], num_axes) for place, num_axes in axes if place in self._at]
         self._without_vectors = [place for place in self._at if place > _LSE] + [_LSE] * self._has_lse
         size = self._sizes[0]
         self._widths = (
@@ -90,7 +92,7 @@ class Kind:
             seqlen_q, seqlen_k = shapes[0][-2], shapes[1][-2]
             num_values = shapes[_V][-2] if self._has_values else seqlen_k
             if cache is not None:
-                if num_values != seqlen_k:
+                if num_values != seqlen_k or any(len(shapes[i]) != num_axes for i, num_axes in self._axes):
                     return None
                 num_values = seqlen_k = self._keys_in_cache(shapes, num_keys)
                 cache = self._cache(shapes)
