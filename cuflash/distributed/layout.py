@@ -26,8 +26,7 @@ class Segment(NamedTuple):
 
 
 Part = tuple[Segment, ...]
-"""What meets other parts at once: a segment, or with "zigzag" one from either end of the sequence, which are one where
-they meet in the middle."""
+"""What meets other parts at once: a segment, or with "zigzag" one from either end of the sequence."""
 
 
 def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[list[Part]]:
@@ -49,15 +48,8 @@ def parts_of(lengths: Sequence[int], layout: Layout, num_parts: int) -> list[lis
     for length, first, first_start, second_start in zip(lengths, firsts, first_starts, second_starts, strict=False):
         low = _cut(0, int(first_start), first, num_parts)
         high = _cut(first, int(second_start), length - first, num_parts)
-        ranks.append([_joined(*pair) for pair in zip(low, reversed(high), strict=True)])
+        ranks.append(list(zip(low, reversed(high), strict=True)))
     return ranks
-
-
-def _joined(low: Segment, high: Segment) -> Part:
-    """Two segments as one if they are neighbours wherever rows lie."""
-    if (low.at + low.length, low.start + low.length) == (high.at, high.start):
-        return (low._replace(length=low.length + high.length),)
-    return low, high
 
 
 def _cut(at: int, start: int, length: int, num_parts: int) -> list[Segment]:
@@ -73,16 +65,52 @@ def meeting_order(part: int, num_parts: int) -> Iterator[int]:
         yield (part - distance) % num_parts
 
 
-def seen_keys(queries: Segment, keys: Segment, offset: int, window: tuple[int | None, int | None]) -> slice:
-    """Rows of a rank's keys, among those of a segment, from the first to the last that some of the queries see."""
+def seen_keys(queries: Segment, keys: Segment, offset: int, window: tuple[int | None, int | None]) -> Segment:
+    """Those of a segment's keys from the first to the last that some of the queries see."""
     left, right = window
     first, last = queries.start + offset, queries.start + queries.length - 1 + offset
     low = keys.start if left is None else max(keys.start, first - left)
     end = keys.start + keys.length
     high = end if right is None else min(end, last + right + 1)
     if not queries.length or low >= high:
-        return slice(keys.at, keys.at)
-    return slice(keys.at + low - keys.start, keys.at + high - keys.start)
+        return keys._replace(length=0)
+    return Segment(keys.at + low - keys.start, low, high - low)
+
+
+def see_alike(queries: Part, keys: Part, offset: int, right: int | None) -> bool:
+    """Whether each query, which sees the keys up to `right` behind it, sees as many of them if parts are `as_one`: all
+    queries see all keys, or each segment ends where its queries do."""
+    reach = [(q.start + offset + (right or 0), q.length) for q in queries]
+    if right is None or reach[0][0] >= keys[-1].start + keys[-1].length - 1:
+        return True
+    return reach == [(k.start, k.length) for k in keys]
+
+
+def as_one(part: Part) -> Segment:
+    """Rows of a part, taken out by `rows_of_part`, as if they lay right in front of its end."""
+    length, last = sum(segment.length for segment in part), part[-1]
+    return Segment(0, last.start + last.length - length, length)
+
+
+def rows_of_part(x: Any, part: Part, at: int = 0) -> Any:
+    """Rows of a part of an array whose first row is number `at` of the rank's: a copy unless they are neighbours."""
+    pieces = [slice(segment.at - at, segment.at - at + segment.length) for segment in part]
+    if _are_neighbours(part):
+        return _rows(x, -2, slice(pieces[0].start, pieces[-1].stop))
+    return _like(x).concatenate([_rows(x, -2, piece) for piece in pieces], axis=-2)
+
+
+def put_rows(x: Any, part: Part, rows: Any) -> None:
+    """Write back what `rows_of_part` gave, if that was a copy."""
+    if not _are_neighbours(part):
+        for segment, piece in zip(part, np.cumsum([0, *(segment.length for segment in part[:-1])]), strict=True):
+            _rows(x, -2, slice(segment.at, segment.at + segment.length))[...] = _rows(
+                rows, -2, slice(piece, piece + segment.length)
+            )
+
+
+def _are_neighbours(part: Part) -> bool:
+    return all(low.at + low.length == high.at for low, high in pairwise(part))
 
 
 def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "contiguous") -> Any:

@@ -17,7 +17,7 @@ from ..problem.arrays import HOST, ITEMSIZE
 from ..problem.states import State
 from ..states import attend, empty_state, forget, merge, rows_of
 from .agree import Link
-from .layout import Part, Segment, meeting_order, seen_keys
+from .layout import Part, Segment, as_one, meeting_order, put_rows, rows_of_part, see_alike, seen_keys
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
@@ -62,6 +62,11 @@ class Task(NamedTuple):
         """Of the state of a row of one head."""
         size: int = self.v.shape[-1] * (8 if self.device == HOST else max(ITEMSIZE[self.dtype], 4))
         return size
+
+    @property
+    def by_order(self) -> bool:
+        """Whether how many keys a query sees is all there is to their places."""
+        return self.window[0] is None and not self.pairs and "alibi_slopes" not in self.options
 
     def of_heads(self, heads: slice, key_heads: slice) -> Task:
         """Return the task of some of the heads."""
@@ -148,17 +153,46 @@ def _meetings(task: Task, link: Link, source: int, last: bool) -> Iterator[tuple
 
 def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange: Any) -> None:
     """Let queries attend to keys that are at hand, some rows at a time."""
-    for segment_q in part_q:
-        for segment_k in part_k:
-            seen = seen_keys(segment_q, segment_k, task.offset, task.window)
-            if seen.start < seen.stop:
-                is_first = segment_q not in met.segments
-                for rows in _slabs(task, segment_q, is_first):
-                    into = rows_of(met.state, slice(rows.at, rows.at + rows.length))
-                    _attend(task, into, is_first, rows, segment_k, seen, keys)
-                    if exchange is not None:
-                        exchange.progress()
-                met.segments.add(segment_q)
+    for queries, others in _together(task, met, part_q, part_k):
+        is_first = queries[0] not in met.segments
+        segment, (_, first_key, num_keys) = as_one(queries), as_one(others)
+        columns = slice(first_key, first_key + num_keys)
+        k, v = (_packed(rows_of_part(x, others, keys.at)) for x in (keys.k, keys.v))
+        q, state = rows_of_part(task.q, queries), State(*(rows_of_part(x, queries) for x in met.state))
+        for rows in _slabs(task, segment, is_first):
+            at = slice(rows.at, rows.at + rows.length)
+            of_pairs = slice(queries[0].at + at.start, queries[0].at + at.stop)
+            into = rows_of(state, at)
+            found = attend(
+                _packed(q[..., at, :]),
+                k,
+                v,
+                keys=(first_key, task.num_keys),
+                window=task.window,
+                query_offset=rows.start + task.offset - first_key,
+                into=into if is_first else None,
+                **{name: _of_pairs(x, of_pairs, columns) for name, x in task.pairs.items()},
+                **task.options,
+            )
+            if not is_first:
+                merge([into, found], into)
+            if exchange is not None:
+                exchange.progress()
+        for whole, piece in zip(met.state, state, strict=True):
+            put_rows(whole, queries, piece)
+        met.segments.update(queries)
+
+
+def _together(task: Task, met: Met, part_q: Part, part_k: Part) -> Iterator[tuple[Part, Part]]:
+    """Segments of queries and keys that go in one launch: all that see each other if they can, else pairs of them."""
+    pairs = [(q, seen_keys(q, k, task.offset, task.window)) for q in part_q for k in part_k]
+    pairs = [(q, k) for q, k in pairs if k.length]
+    queries, keys = (tuple(dict.fromkeys(segments)) for segments in zip(*pairs, strict=True)) if pairs else ((), ())
+    can_join = task.by_order and len({segment in met.segments for segment in queries}) == 1
+    if can_join and see_alike(queries, keys, task.offset, task.window[1]):
+        yield queries, keys
+    else:
+        yield from (((q,), (k,)) for q, k in pairs)
 
 
 def _slabs(task: Task, segment: Segment, is_first: bool) -> Iterator[Segment]:
@@ -174,27 +208,6 @@ def _slabs(task: Task, segment: Segment, is_first: bool) -> Iterator[Segment]:
     num_rows = max(MIN_ROWS, scratch_bytes // max(row_bytes, 1))
     for begin in range(0, segment.length, num_rows):
         yield Segment(segment.at + begin, segment.start + begin, min(num_rows, segment.length - begin))
-
-
-def _attend(task: Task, into: State, is_first: bool, rows: Segment, segment: Segment, seen: slice, keys: Keys) -> None:
-    at = slice(rows.at, rows.at + rows.length)
-    first_key = segment.start + seen.start - segment.at
-    here = slice(seen.start - keys.at, seen.stop - keys.at)
-    columns = slice(first_key, first_key + seen.stop - seen.start)
-    pairs = {name: _of_pairs(x, at, columns) for name, x in task.pairs.items()}
-    found = attend(
-        _packed(task.q[..., at, :]),
-        _packed(keys.k[..., here, :]),
-        _packed(keys.v[..., here, :]),
-        keys=(first_key, task.num_keys),
-        window=task.window,
-        query_offset=rows.start + task.offset - first_key,
-        into=into if is_first else None,
-        **pairs,
-        **task.options,
-    )
-    if not is_first:
-        merge([into, found], into)
 
 
 def _of_pairs(x: Any, rows: slice, columns: slice) -> Any:
@@ -233,8 +246,8 @@ def _wanted(task: Task, to: int, source: int) -> slice:
         for segment_q in part_q
         for segment_k in part_k
     ]
-    seen = [rows for rows in seen if rows.start < rows.stop]
-    return slice(min(rows.start for rows in seen), max(rows.stop for rows in seen)) if seen else slice(0, 0)
+    seen = [rows for rows in seen if rows.length]
+    return slice(min(rows.at for rows in seen), max(rows.at + rows.length for rows in seen)) if seen else slice(0, 0)
 
 
 def _contiguous(x: Any) -> Any:

@@ -72,22 +72,22 @@ def fail_in_the_middle(error: BaseException) -> None:
 
     rows = 2000  # too many for a message to be copied at once
     x = np.ones((2, rows, 8))
-    attend = ring._attend
+    meet = ring._meet
 
-    def attend_or_fail(*given: Any) -> None:
+    def meet_or_fail(*given: Any) -> None:
         if comm.rank == 1:
             raise error
         time.sleep(0.2)
-        attend(*given)
+        meet(*given)
 
-    ring._attend = attend_or_fail
+    ring._meet = meet_or_fail
     began = time.monotonic()
     try:
         distributed.attention(x, x, x, comm)
         print("went on")
     except BaseException as raised:
         print(f"{type(raised).__name__}: {raised}")
-    ring._attend = attend
+    ring._meet = meet
     x[:] = 777
     others = [np.full((2, rows, 8), 7.0) for _ in range(20)]
     time.sleep(0.5)

@@ -9,8 +9,7 @@ import pytest
 
 import cuflash
 from cuflash import distributed, reference
-from cuflash.distributed import dense, shard, unshard
-from cuflash.distributed.layout import Segment, parts_of
+from cuflash.distributed import dense, ring, shard, unshard
 from cuflash.problem.arrays import DTYPES
 
 from .threads import run_ranks, use_links
@@ -342,13 +341,23 @@ def test_shard_and_unshard(rng: np.random.Generator) -> None:
         unshard([x], layout="round")  # type: ignore[arg-type]
 
 
-def test_parts_in_the_middle_are_one_segment() -> None:
-    """However many ranks hold the parts; all others have two."""
-    middle = (Segment(0, 6, 4),)
-    assert parts_of([4, 4, 4, 4], "zigzag", 1)[3] == [middle]
-    assert parts_of([8, 8], "zigzag", 2)[1] == [(Segment(0, 4, 2), Segment(6, 10, 2)), (Segment(2, 6, 4),)]
-    assert [len(part) for part in parts_of([16], "zigzag", 4)[0]] == [2, 2, 2, 1]
-    assert parts_of([3, 0], "zigzag", 1) == [[(Segment(0, 0, 3),)], [(Segment(0, 2, 0),)]]
+@pytest.mark.parametrize("options", [{"causal": True}, {"causal": False}, {"causal": True, "query_offset": -1}])
+def test_parts_go_in_one_launch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
+    """Where how many keys a query sees is all there is to their places, both ends of a sequence are multiplied at once."""
+    num_calls = [0]
+    attend = ring.attend
+
+    def counted(*given: Any, **more: Any) -> Any:
+        num_calls[0] += 1
+        return attend(*given, **more)
+
+    monkeypatch.setattr(ring, "attend", counted)
+    arrays = [draw(rng, "float32", 2, 32, 8) for _ in range(3)]
+    for size, num_parts in ((4, 1), (2, 2), (1, 4)):
+        num_calls[0] = 0
+        assert_right("float32", together(*arrays, size, "zigzag", num_parts, **options), arrays, **options)
+        # of 4 parts and 4; positions that differ by one cut every end of a sequence into pieces
+        assert (num_calls[0] == 16) == ("query_offset" not in options)
 
 
 def test_nothing_at_all() -> None:
