@@ -7,6 +7,7 @@ parts begin and end, not on how many ranks hold them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from .layout import Part, Segment, as_one, meeting_order, put_rows, rows_of_part
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
-STATE_BYTES = 2**28
+STATE_BYTES = 2**26
 """Of the state of all heads that walk at once: with more, heads walk in groups, whose keys and states take turns."""
 MIN_ROWS = 128
 
@@ -163,19 +164,21 @@ def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange
             at = slice(rows.at, rows.at + rows.length)
             of_pairs = slice(queries[0].at + at.start, queries[0].at + at.stop)
             into = rows_of(state, at)
-            found = attend(
+            meet = partial(
+                attend,
                 _packed(q[..., at, :]),
                 k,
                 v,
                 keys=(first_key, task.num_keys),
                 window=task.window,
                 query_offset=rows.start + task.offset - first_key,
-                into=into if is_first else None,
                 **{name: _of_pairs(x, of_pairs, columns) for name, x in task.pairs.items()},
                 **task.options,
             )
-            if not is_first:
-                merge([into, found], into)
+            if is_first:
+                meet(into=into)
+            else:
+                merge([into, meet()], into)
             if exchange is not None:
                 exchange.progress()
         for whole, piece in zip(met.state, state, strict=True):
