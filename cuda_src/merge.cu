@@ -13,6 +13,10 @@
 // Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
 // before anything is summed up, and a team has all of a row's parts on their way at once.
 
+#ifndef CUFLASH_PARTS
+#define CUFLASH_PARTS 8  // that there may be, a power of two; with 8: any number
+#endif
+
 #include "common/params.cuh"
 #include "common/store.cuh"
 #include "ptx/overlap.cuh"
@@ -20,11 +24,20 @@
 namespace cuflash {
 
 constexpr int kVector = 16 / sizeof(Element);
-constexpr int kLanesPerRow = kHeadDimV < 32 * kVector ? kHeadDimV / kVector : 32;
-constexpr int kVectors = kHeadDimV / (kLanesPerRow * kVector);  // of each lane
 constexpr int kPartsPerTurn = 8;
-constexpr int kWeights = kLanesPerRow < kPartsPerTurn ? kLanesPerRow : kPartsPerTurn;  // of parts, one to a lane
-constexpr int kPartsAtOnce = kVectors >= 8 ? 1 : 8 / kVectors < kWeights ? 8 / kVectors : kWeights;
+
+__host__ __device__ constexpr int less_of(int a, int b) { return a < b ? a : b; }
+
+// So many lanes that each has eight loads under way, of parts and vectors, and that parts have a lane each.
+__host__ __device__ constexpr int lanes_of(int vectors) {
+    const int busy = vectors * CUFLASH_PARTS / kPartsPerTurn, least = less_of(CUFLASH_PARTS, vectors);
+    return busy < least ? least : less_of(busy, 32);
+}
+
+constexpr int kLanesPerRow = lanes_of(kHeadDimV / kVector);
+constexpr int kVectors = kHeadDimV / (kLanesPerRow * kVector);  // of each lane
+constexpr int kWeights = less_of(kLanesPerRow, kPartsPerTurn);  // of parts, one to a lane
+constexpr int kPartsAtOnce = kVectors >= kPartsPerTurn ? 1 : less_of(kPartsPerTurn / kVectors, kWeights);
 
 static_assert((kHeadDimV & (kHeadDimV - 1)) == 0 && kHeadDimV >= 16, "lanes of a row are a power of two");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
@@ -138,13 +151,15 @@ __device__ __forceinline__ Features load_parts(const MergeParams& params, const 
     return features;
 }
 
-// The sum over all parts of a row, shared out among its lanes.
+// The sum over all parts of a row, shared out among its lanes: `width` of them, and the others do the same.
 __device__ __forceinline__ ExponentialSum sum_parts(const MergeParams& params, const RowPlace& place, int lane) {
+    int width = kLanesPerRow;
+    while (width / 2 >= params.num_parts) width /= 2;
     ExponentialSum total = empty_sum();
-    for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
+    for (long long part = lane % width; part < params.num_parts; part += width)
         total = merge(total, load_sum(params, place, part));
-#pragma unroll
-    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
+#pragma unroll 1
+    for (int distance = width / 2; distance > 0; distance /= 2) {
         total = merge(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
                               __shfl_xor_sync(0xffffffffu, total.sum, distance)});
     }
@@ -181,6 +196,7 @@ __device__ __forceinline__ ExponentialSum add_parts(const MergeParams& params, c
         if (part == 0) weight = weight_of(params, place, first + lane % kWeights, total);
 #pragma unroll
         for (int i = 0; i < kPartsAtOnce; ++i) {
+            if (first + i >= params.num_parts) break;  // right either way: parts behind the last count nothing
             const Accumulator of_part = __shfl_sync(0xffffffffu, weight, first_lane + part + i);
             const bool counts = !(of_part < 0);
 #pragma unroll

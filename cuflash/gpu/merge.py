@@ -131,7 +131,7 @@ def plan_merge(
 
     columns = [x.strides[-1] for x in outs] + [0] * (0 if stacked else MAX_PARTS - len(outs))
     shape = (1,) * padding + tuple(length for _, length in inner)
-    program = _program(width, outs, lses, out, lse, part_strides)
+    program = _program(width, outs, lses, out, lse, num_parts, part_strides)
     outs_part_stride, lses_part_stride = part_strides or (0, 0)
     warps_per_row = 1
     while warps_per_row * PARTS_PER_TURN < num_parts and warps_per_row * WARP < NUM_THREADS:
@@ -161,8 +161,7 @@ def plan_merge(
         ]
         pieces.append((packed, tuple(offsets)))
     macros = dict(program.macros)
-    vector = 16 // ITEMSIZE[outs[0].dtype]
-    lanes = min(32, int(macros["HEAD_DIM_V"]) // vector)
+    lanes = _lanes_per_row(int(macros["HEAD_DIM_V"]), int(macros["PARTS"]), ITEMSIZE[outs[0].dtype])
     return Merge(program, -(-prod(shape) * lanes * warps_per_row // NUM_THREADS), stacked, tuple(pieces))
 
 
@@ -172,24 +171,31 @@ def _program(
     lses: Sequence[Operand],
     out: Operand,
     lse: Operand | None,
+    num_parts: int,
     part_strides: tuple[int, int] | None,
 ) -> Program:
     bucket = 16
     while bucket < min(width, MAX_WIDTH):
         bucket *= 2
-    dtype = outs[0].dtype
+    dtype, parts = outs[0].dtype, min(PARTS_PER_TURN, 1 << max(num_parts - 1, 0).bit_length())
     macros = (
         ("DTYPE", f"CUFLASH_{dtype.upper()}"),
         ("OUT_DTYPE", f"CUFLASH_{out.dtype.upper()}"),
         ("HEAD_DIM_V", bucket),
         ("THREADS", NUM_THREADS),
+        ("PARTS", parts),
         ("STACKED", int(part_strides is not None)),
         ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
     )
     # What warps hand on to the first one of those that share a row.
-    accumulator = max(ITEMSIZE[dtype], 4)
-    shared_memory = NUM_THREADS * max(bucket // WARP, 16 // ITEMSIZE[dtype]) * accumulator
-    return Program("merge", macros, shared_memory)
+    lanes = _lanes_per_row(bucket, parts, ITEMSIZE[dtype])
+    return Program("merge", macros, NUM_THREADS * bucket // lanes * max(ITEMSIZE[dtype], 4))
+
+
+def _lanes_per_row(bucket: int, parts: int, itemsize: int) -> int:
+    """As cuda_src/merge.cu has them."""
+    vectors = bucket * itemsize // 16
+    return min(max(vectors * parts // PARTS_PER_TURN, min(parts, vectors)), WARP)
 
 
 def _alignment(
