@@ -22,7 +22,7 @@ from .layout import Part, Segment, as_one, meeting_order, put_rows, rows_of_part
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
-STATE_BYTES = 2**26
+STATE_BYTES = 10**8
 """Of the state of all heads that walk at once: with more, heads walk in groups, whose keys and states take turns."""
 MIN_ROWS = 128
 
