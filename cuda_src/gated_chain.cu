@@ -2,14 +2,14 @@
 // zeros and M what it makes of the identity if values are zeros (gated_delta_mma.cu and gated_delta_wgmma.cu, kCarry),
 //     S = M S + L.
 //
-// Grid: one block per kBlockN features of one head of v of one sequence. A thread has a row of a part of them. All of
-// it is float32 on the ordinary units: it is little, and states pass through it unrounded.
+// Grid: one block per kBlockN features of one head of v of one sequence. A thread has a row of half of them. All of it
+// is float32 on the ordinary units: it is little, and states pass through it unrounded.
 
 #ifndef CUFLASH_BLOCK_N
 #define CUFLASH_BLOCK_N 8  // the only number
 #endif
 #ifndef CUFLASH_THREADS
-#define CUFLASH_THREADS 256  // the only number
+#define CUFLASH_THREADS 128  // two for each feature of k
 #endif
 
 #include "common/math.cuh"
@@ -17,84 +17,82 @@
 
 namespace cuflash {
 
-constexpr int kColumns = 4;  // of a thread
-constexpr int kRowThreads = kThreads * kColumns / kBlockN, kRows = (kHeadDim + kRowThreads - 1) / kRowThreads;
+constexpr int kColumns = kBlockN / 2;              // of a thread
+constexpr int kBatch = kThreads <= 256 ? 32 : 16;  // elements of M on their way: as many as there are registers for
 
-static_assert(kBlockN % kColumns == 0 && kThreads * kColumns % kBlockN == 0);
+static_assert(kThreads == 2 * kHeadDim && kHeadDim % kBatch == 0 && kColumns == 4);
 
-struct SharedTiles {
-    alignas(16) float state[2][kHeadDim][kBlockN];  // before a segment, and behind it
-};
-
-struct alignas(16) Part {
+struct alignas(16) Features {
     float values[kColumns];
 };
 
-__device__ __forceinline__ const char* state_at(const char* array, const StateStrides& strides, long long index,
-                                                int head, int row, int column) {
-    return array + index * strides.index + head * strides.head + row * strides.row + column * strides.column;
+struct SharedTiles {
+    Features state[2][kHeadDim][2];  // before a segment, and behind it
+};
+
+// Of a thread: its row, and the first of its columns.
+struct Place {
+    int row, half, column;
+
+    __device__ __forceinline__ long long offset(const StateStrides& strides, long long index, int head) const {
+        return index * strides.index + head * strides.head + row * strides.row + column * strides.column;
+    }
+};
+
+__device__ __forceinline__ Features product(const char* factors, long long stride, int num_factors,
+                                            const Features (&state)[kHeadDim][2], int half) {
+    Features sums = {};
+#pragma unroll 1
+    for (int begin = 0; begin < kHeadDim; begin += kBatch) {
+        float batch[kBatch];
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k)
+            batch[k] = begin + k < num_factors ? load_bits<float>(factors + (begin + k) * stride) : 0;
+#pragma unroll
+        for (int k = 0; k < kBatch; ++k) {
+            const Features& before = state[begin + k][half];
+            // Where there is nothing, what grows without bound makes nothing of it.
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j)
+                if (before.values[j] != 0) sums.values[j] = multiply_add(batch[k], before.values[j], sums.values[j]);
+        }
+    }
+    return sums;
 }
 
 __device__ __forceinline__ void gated_chain(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
-    const int first = threadIdx.x / kRowThreads * kColumns, column = block.part * kBlockN + first;
-    const int num_columns = min(params.head_dim_v - column, kColumns);
-    const auto num_segments = static_cast<int>((params.seqlen + params.segment_tokens - 1) / params.segment_tokens);
-    Part own[kRows] = {};
+    Place place = {static_cast<int>(threadIdx.x % kHeadDim), static_cast<int>(threadIdx.x / kHeadDim), 0};
+    place.column = block.part * kBlockN + place.half * kColumns;
+    const auto is_there = [&](int j) { return place.row < params.head_dim && place.column + j < params.head_dim_v; };
+    const long long num_segments = (params.seqlen + params.segment_tokens - 1) / params.segment_tokens;
+    Features own = {};
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const int row = i * kRowThreads + threadIdx.x % kRowThreads;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-            if (params.initial_state != nullptr && row < params.head_dim && j < num_columns)
-                own[i].values[j] = load_bits<float>(state_at(params.initial_state, params.initial_state_strides,
-                                                             block.index, block.head, row, column + j));
-        }
+    for (int j = 0; j < kColumns; ++j) {
+        const StateStrides& strides = params.initial_state_strides;
+        const long long at = place.offset(strides, block.index, block.head) + j * strides.column;
+        if (params.initial_state != nullptr && is_there(j)) own.values[j] = load_bits<float>(params.initial_state + at);
     }
 #pragma unroll 1
-    for (int segment = 0;; ++segment) {
-        const long long walk = block.index * num_segments + segment,
-                        carried = block.index * (num_segments - 1) + segment;
-        float (*const state)[kBlockN] = shared.state[segment % 2];
+    for (long long segment = 0; segment < num_segments; ++segment) {
+        auto& state = shared.state[segment % 2];
+        state[place.row][place.half] = own;
+        const long long walk = block.index * num_segments + segment;
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int row = i * kRowThreads + threadIdx.x % kRowThreads;
-            if (row >= params.head_dim) continue;
-            *reinterpret_cast<Part*>(&state[row][first]) = own[i];
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j) {
-                if (j < num_columns)
-                    store_bits(const_cast<char*>(state_at(params.final_state, params.final_state_strides, walk,
-                                                          block.head, row, column + j)),
-                               own[i].values[j]);
-            }
+        for (int j = 0; j < kColumns; ++j) {
+            const StateStrides& strides = params.final_state_strides;
+            const long long at = place.offset(strides, walk, block.head) + j * strides.column;
+            if (is_there(j)) store_bits(params.final_state + at, own.values[j]);
         }
-        if (segment + 1 == num_segments) return;
+        if (segment + 1 == num_segments) break;  // right either way: what nobody stores
         __syncthreads();
+        const StateStrides& strides = params.states_strides;
+        const char* const carried = params.states + place.offset(strides, walk - block.index, block.head);
+        const char* const factors = carried + (params.identity_column - place.column) * strides.column;
+        if (place.row < params.head_dim) own = product(factors, strides.column, params.head_dim, state, place.half);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            const int row = i * kRowThreads + threadIdx.x % kRowThreads;
-            if (row >= params.head_dim) continue;
-            Part next = {};
-#pragma unroll 16
-            for (int k = 0; k < params.head_dim; ++k) {
-                const float factor = load_bits<float>(state_at(params.states, params.states_strides, carried,
-                                                               block.head, row, params.identity_column + k));
-                const Part before = *reinterpret_cast<const Part*>(&state[k][first]);
-                // Where there is nothing, what grows without bound makes nothing of it.
-#pragma unroll
-                for (int j = 0; j < kColumns; ++j) {
-                    if (before.values[j] != 0) next.values[j] = multiply_add(factor, before.values[j], next.values[j]);
-                }
-            }
-#pragma unroll
-            for (int j = 0; j < kColumns; ++j) {
-                if (j < num_columns)
-                    own[i].values[j] =
-                        next.values[j] + load_bits<float>(state_at(params.states, params.states_strides, carried,
-                                                                   block.head, row, column + j));
-            }
-        }
+        for (int j = 0; j < kColumns; ++j)
+            if (is_there(j)) own.values[j] += load_bits<float>(carried + j * strides.column);
     }
 }
 

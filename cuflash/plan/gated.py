@@ -45,12 +45,14 @@ from .table import choose_row
 from .tiles import Device, blocks_in_shared_memory, round_up
 
 
-CARRY, CHAIN, CUT = 0.75, 2.0, 4.0
+CARRY, CHAIN, CUT = 0.84, 2.5, 12.0
 """What a chunk takes where only what segments carry is wanted, a segment in the chain, and the launches of both, in times of
 a chunk."""
+CROWDED = 1.3
+"""What a chunk takes where all multiprocessors compute one: memory is the limit then."""
 MAX_SEGMENTS = 32
-CHAIN_WIDTH, CHAIN_THREADS = 8, 256
-"""Features of v and threads of a block of gated_chain.cu."""
+CHAIN_WIDTH = 8
+"""Features of v of a block of gated_chain.cu."""
 
 
 class GatedSpec(NamedTuple):
@@ -302,13 +304,13 @@ def _walking_time(problem: GatedProblem, tile: GatedTile, device: Device) -> tup
     parts, more_parts = _parts(problem.traits, tile)
 
     def time_of(number: int) -> tuple[float, int]:
-        own, before = -(-chunks // number), number - 1
-        turns = -(-walks * number * parts // device.num_multiprocessors)
-        carrying = -(-walks * before * (parts + more_parts) // device.num_multiprocessors)
-        return own * (turns + CARRY * carrying) + (CUT + CHAIN * before if before else 0), own
+        own, before, most = -(-chunks // number), number - 1, device.num_multiprocessors
+        blocks, carrying = walks * number * parts, -(-walks * before * (parts + more_parts) // most)
+        time = max(-(-blocks // most), CROWDED * blocks / most) + CARRY * carrying
+        return own * time + (CUT + CHAIN * before if before else 0), own
 
-    most = 1 if problem.traits.packed else min(chunks, MAX_SEGMENTS)
-    return min(map(time_of, range(1, most + 1)), default=(0, 0))
+    most_segments = 1 if problem.traits.packed else min(chunks, MAX_SEGMENTS)
+    return min(map(time_of, range(1, most_segments + 1)), default=(0, 0))
 
 
 def _walks(
@@ -324,7 +326,7 @@ def _walks(
     column = 4 * traits.head_dim * walks
     carried, states = workspace, workspace + before * column * (identity + traits.head_dim)
     bucket = round_up(traits.head_dim, 32)
-    chain = Program("gated_chain", (("HEAD_DIM", bucket),), 2 * 4 * bucket * CHAIN_WIDTH)
+    chain = Program("gated_chain", (("HEAD_DIM", bucket), ("THREADS", 2 * bucket)), 2 * 4 * bucket * CHAIN_WIDTH)
     chain_parts, carry_parts = -(-traits.head_dim_v // CHAIN_WIDTH), parts + more_parts
     carry = program._replace(macros=(*program.macros, ("CARRY", 1)))
     carries, starts = identity + traits.head_dim, traits.head_dim_v
@@ -334,7 +336,7 @@ def _walks(
             (ScratchStates("final_state", carried, carries),),
         ),
         GatedLaunch(
-            chain, CHAIN_THREADS, walks * chain_parts, chain_parts, 1, 1, tokens, identity,
+            chain, 2 * bucket, walks * chain_parts, chain_parts, 1, 1, tokens, identity,
             (ScratchStates("states", carried, carries), ScratchStates("final_state", states, starts)),
         ),
         GatedLaunch(
