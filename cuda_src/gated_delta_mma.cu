@@ -3,9 +3,9 @@
 //     v' = T diag(beta) (v - diag(exp(c)) k S);  S = exp(c_last) S + sum of exp(c_last - c_j) k_j v'_j^T;
 //     o_i = scale (exp(c_i) q_i S + sum over j <= i of weights_ij v'_j).
 //
-// Grid: one block per kBlockN features of one head of v of one sequence; packed sequences have one more, of the tokens
-// behind the last, whose output is 0. The state stays in registers from the first chunk to the last, so that it never
-// travels through memory.
+// Grid: one block per kBlockN features of one head of v of one sequence, or of each of its segments; packed sequences
+// have one more, of the tokens behind the last, whose output is 0. The state stays in registers from the first chunk to
+// the last, so that it never travels through memory.
 //
 // Warps have one of three tasks, and meet once per chunk. One of kStateWarps owns 16 features of v of the state. It
 // computes transposes, in which a result has the layout of the next product's left operand, so that a chunk takes it
@@ -78,7 +78,7 @@ struct StateWarp {
     __device__ __forceinline__ void finish(int block, const TokenDecays& decays, Operands& operands) {
         Fragment plain;
         as_operand(plain, updates[2 * block], updates[2 * block + 1]);
-        hand_over(operands.values[block][lane], plain);
+        if constexpr (!kCarry) hand_over(operands.values[block][lane], plain);
         decay_to_end(changes[block], updates[2 * block], updates[2 * block + 1], block, decays, lane);
     }
     // S = exp(c_last) S + k^T (exp(c_last - c) v').
@@ -119,7 +119,7 @@ struct StateWarp {
             Fragment rows;
             as_operand(rows, state[2 * step], state[2 * step + 1]);
             // right either way: it is the same again
-            if (first == 0) hand_over(operands.state[step][lane], rows);
+            if (!kCarry && first == 0) hand_over(operands.state[step][lane], rows);
 #pragma unroll
             for (int block = first; block < first + kHalf; ++block) {
                 Fragment columns;
@@ -242,6 +242,7 @@ __device__ __forceinline__ void walk_outputs(const GatedParams& params, const Ga
         Output o = {};
         if (has_state) {
             meet(shared.meeting, chunk + 1);
+            if constexpr (kCarry) continue;
             compute_output(shared, chunk, warp, lane, o);
         }
         store(params, out, left, block.part * kBlockN, lane, o);
@@ -304,7 +305,7 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
             meet(shared.meeting, chunk - kStages);  // for states of the chunk kStages before this one
         }
         if (chunk < num_chunks) loads.for_state(shared, chunk, left(chunk), loader);
-        if (chunk > 0 && chunk <= num_chunks) loads.for_output(shared, chunk - 1, left(chunk - 1), loader);
+        if (!kCarry && chunk > 0 && chunk <= num_chunks) loads.for_output(shared, chunk - 1, left(chunk - 1), loader);
         cp_async_commit();
     }
 }
@@ -312,7 +313,7 @@ __device__ __forceinline__ void load_chunks(const GatedParams& params, const Gat
 __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, loader = threadIdx.x - kFirstLoader * 32;
-    const TokenRange tokens = tokens_of(params, block.index);
+    const TokenRange tokens = tokens_of(params, block);
     const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     const bool has_state = block.index < params.num_sequences;
     if (threadIdx.x == 0) mbarrier_init(shared.meeting, kThreads / 32);

@@ -3,8 +3,8 @@
 //     v' = T diag(beta) (v - diag(exp(c)) k S);  S = exp(c_last) S + sum of exp(c_last - c_j) k_j v'_j^T;
 //     o_i = scale (exp(c_i) q_i S + sum over j <= i of weights_ij v'_j).
 //
-// Grid: one block per 64 features of one head of v of one sequence; packed sequences have one more, of the tokens
-// behind the last, whose output is 0.
+// Grid: one block per 64 features of one head of v of one sequence, or of each of its segments; packed sequences have
+// one more, of the tokens behind the last, whose output is 0.
 //
 // A warpgroup has the state in registers, transposed: each result is a left operand of the next product, whose right
 // operand is in shared memory as it came. Products run beside what scales and rounds the results of others: those of q
@@ -117,15 +117,19 @@ struct StateWarp {
         wgmma_fence();
         multiply_features(products, rows, shared.k[slot]);
         wgmma_commit();
-        wgmma_wait<1>(o);
-        stage_output(chunk + 1);
+        if constexpr (!kCarry) {
+            wgmma_wait<1>(o);
+            stage_output(chunk + 1);
+        }
 #pragma unroll
         for (int i = 0; i < kHeadDim / 2; ++i) state[i / 4][i % 4] *= decay;
-        wgmma_fence();
-        multiply_features(o, rows, shared.q[slot]);
-        wgmma_commit();
+        if constexpr (!kCarry) {
+            wgmma_fence();
+            multiply_features(o, rows, shared.q[slot]);
+            wgmma_commit();
+        }
         Fragment high[kTokenSteps], low[kTokenSteps];
-        wgmma_wait<1>(products);
+        wgmma_wait<kCarry ? 0 : 1>(products);
 #pragma unroll
         for (int i = 0; i < kTokenSteps; ++i) subtract(high[i], low[i], i, products, values[i], decays, lane);
         wgmma_fence();
@@ -133,12 +137,14 @@ struct StateWarp {
         multiply_triangle<true>(updates, low, shared.inverses[slot][0]);
         multiply_triangle<true>(updates, high, shared.inverses[slot][0]);
         wgmma_commit();
-        wgmma_wait<1>(o);
+        if constexpr (!kCarry) {
+            wgmma_wait<1>(o);
 #pragma unroll
-        for (int tile = 0; tile < kTokens / 8; ++tile) {
-            const Pair from_begin = pair_of(decays.from_begin, tile, lane);
+            for (int tile = 0; tile < kTokens / 8; ++tile) {
+                const Pair from_begin = pair_of(decays.from_begin, tile, lane);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) o[tile_of(tile)][i] *= i % 2 == 0 ? from_begin.first : from_begin.second;
+                for (int i = 0; i < 4; ++i) o[tile_of(tile)][i] *= i % 2 == 0 ? from_begin.first : from_begin.second;
+            }
         }
         wgmma_wait<0>(updates);
     }
@@ -156,9 +162,11 @@ struct StateWarp {
 #pragma unroll
         for (int i = 0; i < kTokenSteps; ++i) wgmma<kBfloat16, true, true>(state, decayed[i], shared.k[slot].tokens(i));
         wgmma_commit();
-        multiply_triangle<true>(o, plain, shared.weights[chunk % (kStages + 2)]);
-        wgmma_commit();
-        wgmma_wait<1>(state);
+        if constexpr (!kCarry) {
+            multiply_triangle<true>(o, plain, shared.weights[chunk % (kStages + 2)]);
+            wgmma_commit();
+        }
+        wgmma_wait<kCarry ? 0 : 1>(state);
     }
 };
 
@@ -177,10 +185,12 @@ __device__ __forceinline__ void walk_states(const GatedParams& params, const Gat
             own.begin(chunk + 1);
         }
         own.end(chunk);
-        meet(shared.meeting, num_chunks);
-        wgmma_wait<0>(own.o);
-        own.stage_output(chunk);
-        meet(shared.meeting, num_chunks + 1);
+        if constexpr (!kCarry) {
+            meet(shared.meeting, num_chunks);
+            wgmma_wait<0>(own.o);
+            own.stage_output(chunk);
+            meet(shared.meeting, num_chunks + 1);
+        }
     }
     store_state(params, block, warp, lane, own.state);
 }
@@ -212,7 +222,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
     const PanelCopy<kHeadDim> copy_k(params.k_strides.token, params.head_dim, loader);
     const PanelCopy<kHeadDim> copy_q(params.q_strides.token, params.head_dim, loader);
 #pragma unroll 1
-    for (int chunk = 0; chunk <= num_chunks + kStages + 1; ++chunk) {
+    for (int chunk = 0; chunk < num_chunks + kStages + (kCarry ? 0 : 2); ++chunk) {
         if (chunk >= kStages) {
             cp_async_wait_group<kStages - 1>();
             fence_async_proxy();
@@ -223,12 +233,14 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
             // right either way: what is rounded to int are rows of one array
             const int num_tokens = static_cast<int>(min(left, 1LL * kTokens));
             copy_k.template load<false>(shared.k[slot], k, num_tokens);
-            copy_q.template load<false, true>(shared.q[slot], q, num_tokens);
+            if constexpr (!kCarry) {
+                copy_q.template load<false, true>(shared.q[slot], q, num_tokens);
+                copy_bytes<sizeof(Triangle), kLoaders>(&shared.weights[chunk % (kStages + 2)],
+                                                       prepared + 2 * sizeof(Triangle), loader);
+            }
             load_rows<kTokens, kBlockN, kLoaders>(shared.v[slot], v, params.v_strides.token, 2, left, num_features,
                                                   loader);
             copy_bytes<2 * sizeof(Triangle), kLoaders>(&shared.inverses[slot], prepared, loader);
-            copy_bytes<sizeof(Triangle), kLoaders>(&shared.weights[chunk % (kStages + 2)],
-                                                   prepared + 2 * sizeof(Triangle), loader);
             copy_bytes<sizeof(TokenDecays), kLoaders>(&shared.decays[slot], prepared + 3 * sizeof(Triangle), loader);
             q += kTokens * params.q_strides.token, k += kTokens * params.k_strides.token;
             v += kTokens * params.v_strides.token, left -= kTokens;
@@ -236,7 +248,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
         }
         cp_async_commit();
         const int done = chunk - kStages - 2;
-        if (done >= 0) {
+        if (!kCarry && done >= 0) {
             store(params, out, left_of_output, num_features, shared.out[done % 2], loader);
             out += kTokens * params.out_strides.token, left_of_output -= kTokens;
         }
@@ -254,7 +266,7 @@ __device__ __forceinline__ void hide(const GatedParams& params, const GatedBlock
 
 __device__ __forceinline__ void gated_delta(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
-    const TokenRange tokens = tokens_of(params, block.index);
+    const TokenRange tokens = tokens_of(params, block);
     const auto num_chunks = static_cast<int>((tokens.end - tokens.begin + kTokens - 1) / kTokens);
     // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);

@@ -178,7 +178,7 @@ __device__ __forceinline__ void write_zeros(const GatedParams& params, TokenPlac
 __device__ __forceinline__ void gated_recurrent(const GatedParams& params, SharedTiles& shared) {
     const GatedBlock block = gated_block(params);
     const int column = block.part * kBlockN + threadIdx.x % 32 * kColumns;
-    const TokenRange tokens = tokens_of(params, block.index);
+    const TokenRange tokens = tokens_of(params, block);
     TokenPlace place(params, kVarlen ? 0 : block.index, tokens.begin, block.head);
     if (block.index == params.num_sequences) return write_zeros(params, place, tokens.end - tokens.begin, column);
 

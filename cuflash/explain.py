@@ -124,9 +124,9 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
         plan = _plan(problem, gpu, settings())
-        kernel_function(plan.program, device_id)
-        if plan.preparation is not None:
-            kernel_function(plan.preparation.program, device_id)
+        launches = plan.launches if isinstance(plan, GatedPlan) else [*filter(None, [plan.preparation]), plan]
+        for launch in launches:
+            kernel_function(launch.program, device_id)
         if isinstance(problem, Problem) and isinstance(plan, Plan) and plan.num_splits > 1:
             kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
         if isinstance(plan, Plan) and plan.append is not None:

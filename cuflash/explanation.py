@@ -58,13 +58,15 @@ def _lines_of_cpu(found: Explanation) -> list[str]:
 
 def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
     plan, beside = found.plan, ""
-    tile, made_ready = "rows x keys", "keys and values"
-    if isinstance(plan, GatedPlan):
-        tile, made_ready = "tokens x features of v", "chunks"
+    tile = "tokens x features of v" if isinstance(plan, GatedPlan) else "rows x keys"
     if isinstance(plan, Plan) and plan.num_splits > 1:
         beside = f": {plan.num_splits} splits of the keys for each tile, merged by a second kernel"
-    if plan and plan.preparation:
-        beside += f"; {made_ready} are made ready by {plan.preparation.program.kernel}, once"
+    if isinstance(plan, Plan) and plan.preparation:
+        beside += f"; keys and values are made ready by {plan.preparation.program.kernel}, once"
+    if isinstance(plan, GatedPlan) and plan.launches[:-1]:
+        *before, last = plan.launches
+        beside += f" for {last.num_segments} segments" if last.num_segments > 1 else ""
+        beside += f"; chunks are made ready by {', '.join(launch.program.kernel for launch in before)}, once"
     if isinstance(plan, Plan) and plan.append is not None:
         beside += f"; new keys are appended first, by {plan.append.program.kernel}"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"

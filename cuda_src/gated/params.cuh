@@ -29,7 +29,7 @@ struct GatedParams {
     const char* log_g;  // of steps, or cumulated in their chunks
     char* out;
     const char* beta;
-    const char* states;         // before each chunk
+    const char* states;         // before each chunk; gated_chain.cu: what segments carry
     const char* initial_state;  // null: zeros
     char* final_state;          // null: not wanted
     const char* cu_seqlens;     // null: all sequences have `seqlen` tokens
@@ -52,27 +52,31 @@ struct GatedParams {
     long long first_block;      // index of this launch's first block in the whole grid
     long long heads_per_block;  // of v, one after the other
     Divisor num_heads_v;
-    Divisor group_size;  // heads of v per head of q and k
-    Divisor num_parts;   // blocks that share heads of a sequence or chunk
+    Divisor group_size;    // heads of v per head of q and k
+    Divisor num_parts;     // blocks that share heads of a sequence or chunk
+    Divisor num_segments;  // of a sequence
+    long long segment_tokens;
     double scale;
     int head_dim;
     int head_dim_v;
-    int gate_dtype;  // CUFLASH_FLOAT16 ...
+    int identity_column;  // of what segments carry
+    int gate_dtype;       // CUFLASH_FLOAT16 ...
     int beta_dtype;
 };
 
 // Which part of which heads of a sequence or chunk is a block's own.
 struct GatedBlock {
-    long long index;  // of the sequence or chunk
-    int head;         // the first one
+    long long index;    // of the sequence or chunk
+    long long segment;  // of the sequence
+    int head;           // the first one
     int part;
 };
 
 __device__ __forceinline__ GatedBlock gated_block(const GatedParams& params) {
     const long long block = params.first_block + blockIdx.x;
     const long long heads = divide(block, params.num_parts), head = heads * params.heads_per_block;
-    const long long index = divide(head, params.num_heads_v);
-    return {index, static_cast<int>(head - index * params.num_heads_v),
+    const long long walk = divide(head, params.num_heads_v), index = divide(walk, params.num_segments);
+    return {index, walk - index * params.num_segments, static_cast<int>(head - walk * params.num_heads_v),
             static_cast<int>(block - heads * params.num_parts)};
 }
 

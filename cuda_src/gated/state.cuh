@@ -8,6 +8,11 @@
 
 namespace cuflash {
 
+#ifndef CUFLASH_CARRY
+#define CUFLASH_CARRY 0
+#endif
+constexpr bool kCarry = CUFLASH_CARRY != 0;  // what segments make of states is wanted, not outputs
+
 using State = float[kHeadDim / 8][4];
 // Transposed as well: 16 features of v, and tokens.
 using Columns = float[kTokens / 8][4];
@@ -53,36 +58,58 @@ __device__ __forceinline__ void decay_to_end(Fragment& operand, const float (&fi
     as_operand(operand, decayed[0], decayed[1]);
 }
 
-// Calls `visit(offset, value)` for each element of a warp that is there.
+// Calls `visit(row, column, value)` for each element of a warp.
 template <typename Visit>
-__device__ __forceinline__ void for_each_element(const GatedParams& params, const GatedBlock& block,
-                                                 const StateStrides& strides, int warp, int lane, State& state,
+__device__ __forceinline__ void for_each_element(const GatedBlock& block, int warp, int lane, State& state,
                                                  Visit visit) {
-    const long long head = block.index * strides.index + block.head * strides.head;
 #pragma unroll
     for (int tile = 0; tile < kHeadDim / 8; ++tile) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int row = tile * 8 + lane % 4 * 2 + i % 2;
             const int column = block.part * kBlockN + warp * 16 + i / 2 * 8 + lane / 4;
-            if (row < params.head_dim && column < params.head_dim_v)
-                visit(head + row * strides.row + column * strides.column, state[tile][i]);
+            visit(row, column, state[tile][i]);
         }
     }
 }
 
+// The same where an array of states has one, with its address in the array's state `index`.
+template <typename Visit>
+__device__ __forceinline__ void for_each_address(const GatedParams& params, const GatedBlock& block, int num_columns,
+                                                 const StateStrides& strides, long long index, int warp, int lane,
+                                                 State& state, Visit visit) {
+    const long long head = index * strides.index + block.head * strides.head;
+    for_each_element(block, warp, lane, state, [&](int row, int column, float& value) {
+        if (row < params.head_dim && column < num_columns)
+            visit(head + row * strides.row + column * strides.column, value);
+    });
+}
+
+// What a segment carries, kCarry: what it makes of a state of zeros, and behind the features of v, from the column of
+// the identity on, what it makes of that if values are zeros. (gated_chain.cu puts both together.)
 __device__ __forceinline__ void load_state(const GatedParams& params, const GatedBlock& block, int warp, int lane,
                                            State& state) {
-    if (params.initial_state == nullptr) return;
-    for_each_element(params, block, params.initial_state_strides, warp, lane, state,
-                     [&](long long at, float& value) { value = load_bits<float>(params.initial_state + at); });
+    if constexpr (kCarry) {
+        for_each_element(block, warp, lane, state, [&](int row, int column, float& value) {
+            value = column - params.identity_column == row ? 1 : 0;
+        });
+    } else if (params.initial_state != nullptr) {
+        for_each_address(params, block, params.head_dim_v, params.initial_state_strides,
+                         block.index * params.num_segments + block.segment, warp, lane, state,
+                         [&](long long at, float& value) { value = load_bits<float>(params.initial_state + at); });
+    }
 }
 
 __device__ __forceinline__ void store_state(const GatedParams& params, const GatedBlock& block, int warp, int lane,
                                             State& state) {
-    if (params.final_state == nullptr) return;
-    for_each_element(params, block, params.final_state_strides, warp, lane, state,
-                     [&](long long at, float value) { store_bits(params.final_state + at, value); });
+    const auto store = [&](long long at, float value) { store_bits(params.final_state + at, value); };
+    if constexpr (kCarry) {
+        for_each_address(params, block, params.identity_column + params.head_dim, params.final_state_strides,
+                         block.index * params.num_segments + block.segment, warp, lane, state, store);
+    } else if (params.final_state != nullptr && block.segment + 1 == params.num_segments) {
+        for_each_address(params, block, params.head_dim_v, params.final_state_strides, block.index, warp, lane, state,
+                         store);
+    }
 }
 
 // kLoaders threads ask for bytes that lie one behind the other.

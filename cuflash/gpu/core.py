@@ -27,12 +27,12 @@ def core_programs(device: Device) -> list[Program]:
     Of attention that is the dense forward, in every dtype, with head_dim 64 and 128; of the gated delta rule prompts
     and steps in 16 bits with head_dim 128. Arrays are contiguous and of a usual size.
     """
-    plans: list[Plan | GatedPlan] = [*_attention_plans(device), *_gated_plans(device)]
     programs = []
-    for plan in plans:
+    for plan in _attention_plans(device):
         programs.append(plan.program)
         if plan.preparation is not None:
             programs.append(plan.preparation.program)
+    programs += [launch.program for plan in _gated_plans(device) for launch in plan.launches]
     return list(dict.fromkeys(programs))
 
 

@@ -42,7 +42,17 @@ from .gated_tiles import (
     recurrent_tiles,
 )
 from .table import choose_row
-from .tiles import Device, blocks_in_shared_memory
+from .tiles import Device, blocks_in_shared_memory, round_up
+
+
+CARRY, CHAIN, CUT = 0.84, 2.5, 12.0
+"""What a chunk takes where only what segments carry is wanted, a segment in the chain, and the launches of both, in times of
+a chunk."""
+CROWDED = 1.3
+"""What a chunk takes where all multiprocessors compute one: memory is the limit then."""
+MAX_SEGMENTS = 32
+CHAIN_WIDTH = 8
+"""Features of v of a block of gated_chain.cu."""
 
 
 class GatedSpec(NamedTuple):
@@ -91,27 +101,48 @@ class GatedSpec(NamedTuple):
         return None
 
 
-class GatedPreparation(NamedTuple):
-    """A launch before the main one."""
+class ScratchStates(NamedTuple):
+    """States in the workspace, transposed, of all heads of each sequence or segment."""
+
+    name: str
+    """Which array of the call they stand for."""
+    begin: int
+    num_columns: int
+    """Of a state, which has all features of k."""
+
+
+class GatedLaunch(NamedTuple):
+    """One launch of a plan."""
 
     program: Program
     num_threads: int
     num_blocks: int
+    num_parts: int = 1
+    """Blocks that share heads of a sequence, segment or chunk."""
+    heads_per_block: int = 1
+    """Heads of v that a block computes one after the other."""
+    num_segments: int = 1
+    """Of a sequence, each of which has blocks of its own."""
+    segment_tokens: int = 0
+    """Of each segment but the last; 0: all."""
+    identity_column: int = 0
+    """Of what segments carry."""
+    scratch: tuple[ScratchStates, ...] = ()
 
 
 class GatedPlan(NamedTuple):
     """How a problem is computed on a device."""
 
-    program: Program
     tile: GatedTile
-    num_parts: int
-    """Blocks that share heads of a sequence or chunk."""
-    num_blocks: int
-    preparation: GatedPreparation | None
+    launches: tuple[GatedLaunch, ...]
+    """In order; the last one writes the results."""
     workspace: int
     """Bytes of scratch memory."""
-    heads_per_block: int = 1
-    """Heads of v that a block computes one after the other."""
+
+    @property
+    def program(self) -> Program:
+        """What the last launch runs."""
+        return self.launches[-1].program
 
     @property
     def kernel(self) -> str:
@@ -119,11 +150,13 @@ class GatedPlan(NamedTuple):
         return self.program.kernel
 
     def __str__(self) -> str:
-        heads = f" of {self.heads_per_block} heads" if self.heads_per_block > 1 else ""
+        last = self.launches[-1]
+        heads = f" of {last.heads_per_block} heads" if last.heads_per_block > 1 else ""
+        segments = f" ({last.num_segments} segments)" if last.num_segments > 1 else ""
         workspace = f" ({self.workspace} bytes of workspace)" if self.workspace else ""
         return (
-            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
-            f"{heads}{workspace}, {self.program.shared_memory} bytes of shared memory"
+            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {last.num_blocks} blocks"
+            f"{heads}{segments}{workspace}, {self.program.shared_memory} bytes of shared memory"
         )
 
 
@@ -134,7 +167,7 @@ def output_mma_heads(problem: GatedProblem, tile: GatedTile, num_blocks: int, de
     return next(n for n in (MAX_HEADS, 2, 1) if n == 1 or (group % n == 0 and num_blocks // n >= enough))
 
 
-def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedPreparation:
+def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, device: Device) -> GatedLaunch:
     tokens, bucket = tile.tokens, int(dict(program.macros)["HEAD_DIM"])
     square = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), 4 * tokens * (tokens + 4))
     shared_memory = 2 * square + 2 * 4 * tokens + CHUNK_BYTES
@@ -142,7 +175,7 @@ def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, devic
     own = {"BLOCK_N": None, "STAGES": None, "THREADS": 2 * tokens}
     macros = ((name, own.get(name, value)) for name, value in program.macros)
     given = tuple((name, value) for name, value in macros if value is not None)
-    return GatedPreparation(
+    return GatedLaunch(
         Program("gated_prepare", (*given, ("MIN_BLOCKS", max(1, held))), shared_memory),
         2 * tokens,
         _num_chunks(problem, tokens),
@@ -242,21 +275,76 @@ def make_gated_plan(problem: GatedProblem, device: Device, settings: Settings) -
     tile = min(tiles, key=lambda tile: _time(problem, tile, device)) if spec.preparing else tiles[0]
     num_parts = -(-traits.head_dim_v // tile.width) if spec.vectors else tile.tokens // ROW_TILE
     program = _program(spec, traits, tile, device)
-    num_blocks = (
-        _num_chunks(problem, tile.tokens) if tile.tokens and not spec.preparing else _num_walks(problem)
-    ) * num_parts
-    if not spec.preparing:
-        heads = spec.heads(problem, tile, num_blocks, device) if spec.heads else 1
-        return GatedPlan(program, tile, num_parts, num_blocks // heads, None, 0, heads)
-    preparation = _preparation(problem, tile, program, device)
-    return GatedPlan(program, tile, num_parts, num_blocks, preparation, _prepared_bytes(problem, tile.tokens))
+    if spec.preparing:
+        preparation, workspace = _preparation(problem, tile, program, device), _prepared_bytes(problem, tile.tokens)
+        walks, workspace = _walks(problem, tile, program, device, workspace)
+        return GatedPlan(tile, (preparation, *walks), workspace)
+    num_blocks = (_num_chunks(problem, tile.tokens) if tile.tokens else _num_walks(problem)) * num_parts
+    heads = spec.heads(problem, tile, num_blocks, device) if spec.heads else 1
+    return GatedPlan(tile, (GatedLaunch(program, tile.num_threads, num_blocks // heads, num_parts, heads),), 0)
 
 
 def _time(problem: GatedProblem, tile: GatedTile, device: Device) -> float:
-    """What a tile of gated_delta_mma.cu takes, relative to others: a block has a multiprocessor for itself."""
-    blocks = _num_walks(problem) * -(-problem.traits.head_dim_v // tile.width)
-    chunks = -(-problem.seqlen // tile.tokens)
-    return -(-blocks // device.num_multiprocessors) * chunks * (1 + tile.width / 64) * (1 + tile.tokens / 64)
+    """What a tile of gated_delta_mma.cu takes, relative to others."""
+    return _walking_time(problem, tile, device)[0] * (1 + tile.width / 64) * (1 + tile.tokens / 64)
+
+
+def _parts(traits: GatedTraits, tile: GatedTile) -> tuple[int, int]:
+    """Blocks for the features of v of a state, and for an identity beside it."""
+    return -(-traits.head_dim_v // tile.width), -(-traits.head_dim // tile.width)
+
+
+def _walking_time(problem: GatedProblem, tile: GatedTile, device: Device) -> tuple[float, int]:
+    """The least time from first chunks to last ones, in that of a chunk, and chunks of a segment with which it is so.
+
+    A block has a multiprocessor for itself. Of a sequence that is cut, what segments carry to the next one is computed
+    first, and chained.
+    """
+    chunks, walks = -(-problem.seqlen // tile.tokens), _num_walks(problem)
+    parts, more_parts = _parts(problem.traits, tile)
+
+    def time_of(number: int) -> tuple[float, int]:
+        own, before, most = -(-chunks // number), number - 1, device.num_multiprocessors
+        blocks, carrying = walks * number * parts, -(-walks * before * (parts + more_parts) // most)
+        time = max(-(-blocks // most), CROWDED * blocks / most) + CARRY * carrying
+        return own * time + (CUT + CHAIN * before if before else 0), own
+
+    most_segments = 1 if problem.traits.packed else min(chunks, MAX_SEGMENTS)
+    return min(map(time_of, range(1, most_segments + 1)), default=(0, 0))
+
+
+def _walks(
+    problem: GatedProblem, tile: GatedTile, program: Program, device: Device, workspace: int
+) -> tuple[list[GatedLaunch], int]:
+    """Launches behind the preparation, and bytes of scratch memory with what they need."""
+    traits, walks, (parts, more_parts) = problem.traits, _num_walks(problem), _parts(problem.traits, tile)
+    tokens = _walking_time(problem, tile, device)[1] * tile.tokens
+    number = 1 if traits.packed or not tokens else -(-problem.seqlen // tokens)
+    if number == 1:
+        return [GatedLaunch(program, tile.num_threads, walks * parts, parts)], workspace
+    before, identity = number - 1, parts * tile.width
+    column = 4 * traits.head_dim * walks
+    carried, states = workspace, workspace + before * column * (identity + traits.head_dim)
+    bucket = round_up(traits.head_dim, 32)
+    chain = Program("gated_chain", (("HEAD_DIM", bucket), ("THREADS", 2 * bucket)), 2 * 4 * bucket * CHAIN_WIDTH)
+    chain_parts, carry_parts = -(-traits.head_dim_v // CHAIN_WIDTH), parts + more_parts
+    carry = program._replace(macros=(*program.macros, ("CARRY", 1)))
+    carries, starts = identity + traits.head_dim, traits.head_dim_v
+    made = [
+        GatedLaunch(
+            carry, tile.num_threads, walks * before * carry_parts, carry_parts, 1, before, tokens, identity,
+            (ScratchStates("final_state", carried, carries),),
+        ),
+        GatedLaunch(
+            chain, 2 * bucket, walks * chain_parts, chain_parts, 1, 1, tokens, identity,
+            (ScratchStates("states", carried, carries), ScratchStates("final_state", states, starts)),
+        ),
+        GatedLaunch(
+            program, tile.num_threads, walks * number * parts, parts, 1, number, tokens, identity,
+            (ScratchStates("initial_state", states, starts),),
+        ),
+    ]  # fmt: skip
+    return made, states + number * column * starts
 
 
 def gated_refusals(traits: GatedTraits, device: Device) -> list[tuple[str, str | None]]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.gpu.gated import Part, gated_parts, gated_pointers
-from cuflash.plan.build import Program
-from cuflash.plan.gated import make_gated_plan
+from cuflash.gpu.gated import addresses_of, gated_parts, gated_pointers
+from cuflash.plan.gated import GatedLaunch, make_gated_plan
 from cuflash.plan.table import Device, device_of
 from cuflash.problem.arrays import ArrayInfo
 from cuflash.problem.describe_gated import (
@@ -63,28 +62,25 @@ class GatedEmulator:
         memory = np.full(plan.workspace + 16, 0xFF, np.uint8)  # poisoned, and of exactly the plan's size
         begin = memory.ctypes.data + -memory.ctypes.data % 16
         spans["prepared"] = begin, begin, begin + plan.workspace
-        written = {"out", "final_state"}
-        if plan.preparation is not None:
-            made = plan.preparation
-            parts = gated_parts(problem, 1, made.num_blocks)
-            self._launch(made.program, parts, made.num_threads, spans, {"prepared"})
-        parts = gated_parts(problem, plan.num_parts, plan.num_blocks, plan.heads_per_block)
-        self._launch(plan.program, parts, plan.tile.num_threads, spans, written)
+        for launch in plan.launches:
+            written = {"out", "final_state"} if launch is plan.launches[-1] else {"prepared"}
+            self._launch(problem, launch, spans, begin, written)
         return (out, state) if final else out
 
     def _launch(
         self,
-        program: Program,
-        parts: list[Part],
-        num_threads: int,
+        problem: GatedProblem,
+        launch: GatedLaunch,
         spans: dict[str, tuple[int, int, int]],
+        workspace: int,
         written: set[str],
     ) -> None:
-        pointers = gated_pointers({name: place[0] for name, place in spans.items()})
+        pointers = gated_pointers(addresses_of(launch, {name: place[0] for name, place in spans.items()}, workspace))
         found = [(begin, end, name, name in written) for name, (_, begin, end) in spans.items() if begin < end]
         # A state that is updated in place has two names.
         twice = {place[:2] for place in found if place[3]}
         ranges = [place for place in found if place[3] or place[:2] not in twice]
-        for blocks, values in parts:
+        program = launch.program
+        for blocks, values in gated_parts(problem, launch):
             kernel = compile_kernel(program, self.sources)
-            kernel.launch(blocks, num_threads, program.shared_memory, pointers + values, ranges, self.seed)
+            kernel.launch(blocks, launch.num_threads, program.shared_memory, pointers + values, ranges, self.seed)

@@ -15,7 +15,7 @@ from cuflash.plan.build import Program
 from cuflash.plan.gated import GATED_KERNELS, GatedPlan, GatedSpec, make_gated_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.gated import GatedProblem
-from cuflash.settings import Settings
+from cuflash.settings import AUTOMATIC, Settings
 from kernels.test_sources import (
     ARCHITECTURES,
     check_resources,
@@ -79,8 +79,7 @@ def programs_of(spec: GatedSpec, plans: dict[str, GatedPlan]) -> dict[str, Progr
     """What is compiled for plans, by name, once each."""
     programs: dict[str, Program] = {}
     for name, plan in plans.items():
-        preparation = [plan.preparation.program] if plan.preparation else []
-        for program in (plan.program, *preparation):
+        for program in (launch.program for launch in plan.launches):
             if program not in programs.values():
                 programs[f"{program.kernel} {name}"] = program
     return programs
@@ -130,12 +129,13 @@ def test_representatives_have_every_form(spec: GatedSpec) -> None:
         assert {found["SWAPPED_STATES"] for found in macros} == {0, 1}
     if spec.preparing:
         assert {found["VARLEN"] for found in macros} == {0, 1}
-        assert {plan.preparation.program.kernel for plan in plans.values() if plan.preparation} == {spec.preparing}
+        assert {plan.launches[0].program.kernel for plan in plans.values()} == {spec.preparing}
 
 
 def test_struct_is_packed_in_order() -> None:
     problem = delta_problem(packed=True, tokens=100)
-    ((num_blocks, values),) = gated_parts(problem, 2, 24)
+    launch = make_gated_plan(problem, device_of(90), AUTOMATIC).launches[-1]
+    ((num_blocks, values),) = gated_parts(problem, launch._replace(num_blocks=24, num_parts=2))
     addresses = {name: 1 + place for place, (name, _) in enumerate(FIELDS[:11])}
     packed = gated_pointers(addresses) + values
     assert num_blocks == 24 and len(packed) == struct.calcsize("=" + "".join(code for _, code in FIELDS))
@@ -155,7 +155,8 @@ def test_struct_is_packed_in_order() -> None:
 
 def test_the_largest_grids_are_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuflash.gpu.gated.MAX_GRID", 10)
-    parts = gated_parts(delta_problem(), 1, 25)
+    launch = make_gated_plan(delta_problem(), device_of(90), AUTOMATIC).launches[0]
+    parts = gated_parts(delta_problem(), launch._replace(num_blocks=25))
     place = struct.calcsize(
         "=" + "".join(code for name, code in FIELDS[11 : [n for n, _ in FIELDS].index("first_block")])
     )
