@@ -124,9 +124,9 @@ def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:
     problem, gpu, device_id = _describe("warmup", function, args, options, None)
     if gpu is not None:
         plan = _plan(problem, gpu, settings())
-        launches = plan.launches if isinstance(plan, GatedPlan) else [*filter(None, [plan.preparation]), plan]
-        for launch in launches:
-            kernel_function(launch.program, device_id)
+        ahead = plan.launches[:-1] if isinstance(plan, GatedPlan) else filter(None, [plan.preparation])
+        for program in (*(launch.program for launch in ahead), plan.program):
+            kernel_function(program, device_id)
         if isinstance(problem, Problem) and isinstance(plan, Plan) and plan.num_splits > 1:
             kernel_function(merge_of_splits(problem, plan.num_splits).program, device_id)
         if isinstance(plan, Plan) and plan.append is not None:

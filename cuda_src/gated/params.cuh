@@ -56,11 +56,11 @@ struct GatedParams {
     Divisor num_parts;     // blocks that share heads of a sequence or chunk
     Divisor num_segments;  // of a sequence
     long long segment_tokens;
+    long long identity_column;  // of what segments carry
     double scale;
     int head_dim;
     int head_dim_v;
-    int identity_column;  // of what segments carry
-    int gate_dtype;       // CUFLASH_FLOAT16 ...
+    int gate_dtype;  // CUFLASH_FLOAT16 ...
     int beta_dtype;
 };
 

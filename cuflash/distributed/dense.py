@@ -202,6 +202,7 @@ def _task(problem: Problem, infos: dict[str, ArrayInfo], calls: list[Call], caus
     options = {"scale": problem.scale, "softcap": traits.softcap or None, "precision": traits.precision}
     if "alibi_slopes" in infos:
         options["alibi_slopes"] = infos["alibi_slopes"].array
+    pairs: dict[str, Any] = {name: infos[name].array for name in ("bias", "mask") if name in infos}
     return Task(
         q=_with_batch(infos["q"].array, problem),
         k=_contiguous_heads(infos["k"].array),
@@ -211,8 +212,9 @@ def _task(problem: Problem, infos: dict[str, ArrayInfo], calls: list[Call], caus
         num_keys=sum(lengths_k),
         offset=first,
         window=(problem.window_left, problem.window_right),
-        pairs={name: infos[name].array for name in ("bias", "mask") if name in infos},
+        pairs=pairs,
         options=options,
+        by_order=problem.window_left is None and not pairs and "alibi_slopes" not in infos,
         device=infos["q"].device,
         dtype=traits.dtype,
     )

@@ -55,6 +55,8 @@ class Task(NamedTuple):
     pairs: dict[str, Any]
     """Bias and mask, with columns for the keys of all ranks."""
     options: dict[str, Any]
+    by_order: bool
+    """Whether how many keys a query sees is all there is to their places."""
     device: int
     dtype: str
 
@@ -63,11 +65,6 @@ class Task(NamedTuple):
         """Of the state of a row of one head."""
         size: int = self.v.shape[-1] * (8 if self.device == HOST else max(ITEMSIZE[self.dtype], 4))
         return size
-
-    @property
-    def by_order(self) -> bool:
-        """Whether how many keys a query sees is all there is to their places."""
-        return self.window[0] is None and not self.pairs and "alibi_slopes" not in self.options
 
     def of_heads(self, heads: slice, key_heads: slice) -> Task:
         """Return the task of some of the heads."""

@@ -33,10 +33,10 @@ VALUES: Fields = (
     ("num_parts", DIVISOR),
     ("num_segments", DIVISOR),
     ("segment_tokens", "q"),
+    ("identity_column", "q"),
     ("scale", "d"),
     ("head_dim", "i"),
     ("head_dim_v", "i"),
-    ("identity_column", "i"),
     ("gate_dtype", "i"),
     ("beta_dtype", "i"),
 )
@@ -155,7 +155,8 @@ def execute_gated_on_gpu(problem: GatedProblem, infos: dict[str, ArrayInfo], out
             final_state = Result(shape, traits.state_dtype, strides.final_state).allocate(cupy)
             addresses["final_state"] = final_state.data.ptr
         for launch, function, parts in _steps(problem, plan, device_id):
-            pointers, shared_memory = gated_pointers(addresses_of(launch, addresses, workspace)), launch.program.shared_memory
+            pointers = gated_pointers(addresses_of(launch, addresses, workspace))
+            num_threads, shared_memory = (launch.num_threads,), launch.program.shared_memory
             for num_blocks, values in parts:
-                start(function, (num_blocks,), (launch.num_threads,), shared_memory, pointers + values)
+                start(function, (num_blocks,), num_threads, shared_memory, pointers + values)
     return (out, final_state) if final else out

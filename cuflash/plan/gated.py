@@ -44,10 +44,9 @@ from .gated_tiles import (
 from .table import choose_row
 from .tiles import Device, blocks_in_shared_memory, round_up
 
-
 CARRY, CHAIN, CUT = 0.84, 2.5, 12.0
-"""What a chunk takes where only what segments carry is wanted, a segment in the chain, and the launches of both, in times of
-a chunk."""
+"""In times of a chunk: one of which only what segments carry is wanted, a segment in the chain, and the launches of
+both."""
 CROWDED = 1.3
 """What a chunk takes where all multiprocessors compute one: memory is the limit then."""
 MAX_SEGMENTS = 32
@@ -145,6 +144,11 @@ class GatedPlan(NamedTuple):
         return self.launches[-1].program
 
     @property
+    def num_blocks(self) -> int:
+        """Of the last launch."""
+        return self.launches[-1].num_blocks
+
+    @property
     def kernel(self) -> str:
         """Name of its row."""
         return self.program.kernel
@@ -155,7 +159,7 @@ class GatedPlan(NamedTuple):
         segments = f" ({last.num_segments} segments)" if last.num_segments > 1 else ""
         workspace = f" ({self.workspace} bytes of workspace)" if self.workspace else ""
         return (
-            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {last.num_blocks} blocks"
+            f"{self.kernel} tile {self.tile}, {self.tile.num_threads} threads, {self.num_blocks} blocks"
             f"{heads}{segments}{workspace}, {self.program.shared_memory} bytes of shared memory"
         )
 

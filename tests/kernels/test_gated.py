@@ -494,12 +494,13 @@ def cut_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
 @pytest.mark.parametrize("chunks", [1, 2])
 @pytest.mark.parametrize(
     "shape",
-    [(1, 193, 1, 2, 128, 128), (2, 257, 2, 2, 64, 40), (1, 129, 1, 1, 48, 136), (1, 200, 1, 1, 256, 16), (2, 80, 1, 1, 8, 8)],
+    [
+        (1, 193, 1, 2, 128, 128), (2, 257, 2, 2, 64, 40), (1, 129, 1, 1, 48, 136), (1, 200, 1, 1, 256, 16),
+        (2, 80, 1, 1, 8, 8),
+    ],
     ids=str,
 )  # fmt: skip
-def test_sequences_that_are_cut(
-    back_end: BackEnd, shape: Shape, chunks: int, cut_after: Callable[[int], None]
-) -> None:
+def test_sequences_that_are_cut(back_end: BackEnd, shape: Shape, chunks: int, cut_after: Callable[[int], None]) -> None:
     """Several blocks walk each; the same bits twice, and without an initial state."""
     cut_after(chunks)
     arrays = draw(shape, back_end.dtype)

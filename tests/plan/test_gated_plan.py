@@ -181,9 +181,9 @@ def test_programs_do_not_depend_on_lengths() -> None:
 def test_grid_covers_packed_sequences_of_unknown_lengths() -> None:
     """Each of them, and the tokens before and behind them all, may end in a partial chunk."""
     found = plan(output_problem(tokens=1000))
-    assert found.num_blocks == (1000 // 64 + 4) * 8 * found.num_parts
+    assert found.num_blocks == (1000 // 64 + 4) * 8 * found.launches[-1].num_parts
     walking = plan(delta_problem(packed=True))
-    assert walking.num_blocks == 3 * 8 * walking.num_parts
+    assert walking.num_blocks == 3 * 8 * walking.launches[-1].num_parts
     assert plan(delta_problem(batch=5)).num_blocks % (5 * 8) == 0
     for make in MAKE.values():
         assert plan(make(tokens=0)).workspace == 0
@@ -192,13 +192,13 @@ def test_grid_covers_packed_sequences_of_unknown_lengths() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_chunks_are_prepared_in_a_workspace(packed: bool) -> None:
     found = plan(delta_problem(packed=packed, tokens=1000))
-    preparation = found.preparation
-    assert preparation is not None and preparation.program.kernel == "gated_prepare"
+    preparation = found.launches[0]
+    assert preparation.program.kernel == "gated_prepare"
     assert preparation.num_blocks == (1000 // 64 + 4 if packed else 2 * 16) * 8
     chunks = 1000 // 64 + 2 if packed else 2 * 16
     assert found.workspace == chunks * 8 * (3 * 10 * 512 + 3 * 4 * 64)
     assert f"{found.workspace} bytes of workspace" in str(found)
-    assert plan(delta_problem("float32")).preparation is None
+    assert len(plan(delta_problem("float32")).launches) == 1
 
 
 def test_plans_print_as_one_line() -> None:

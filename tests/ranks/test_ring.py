@@ -342,8 +342,10 @@ def test_shard_and_unshard(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("options", [{"causal": True}, {"causal": False}, {"causal": True, "query_offset": -1}])
-def test_parts_go_in_one_launch(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
-    """Where how many keys a query sees is all there is to their places, both ends of a sequence are multiplied at once."""
+def test_parts_go_in_one_launch(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+) -> None:
+    """Both ends of a sequence, where how many keys a query sees is all there is to their places."""
     num_calls = [0]
     attend = ring.attend
 

@@ -16,7 +16,7 @@ import cuflash
 from cuflash.gpu.core import core_programs
 from cuflash.plan.build import Program
 from cuflash.plan.gated import make_gated_plan
-from cuflash.plan.plan import make_plan
+from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.arrays import FLOAT_NAMES, stand_in
 from cuflash.problem.describe import describe_attention
@@ -176,7 +176,9 @@ class Usual:
 
 def usual_programs(capability: int) -> set[Program]:
     """What calls of usual sizes need, of several lengths, batches and numbers of heads."""
-    device, plans = device_of(capability), []
+    device = device_of(capability)
+    plans: list[Plan] = []
+    gated: list[Program] = []
     for dtype in FLOAT_NAMES:
         for batch, heads, seqlen, head_dim in ((8, 12, 2048, 64), (2, 32, 1024, 128)):
             x = stand_in("q", Usual(dtype, batch, heads, seqlen, head_dim), 0)
@@ -192,9 +194,9 @@ def usual_programs(capability: int) -> set[Program]:
                 describe_chunk_gated_delta_rule(*call, initial_state=state, output_final_state=True),
                 describe_recurrent_gated_delta_rule(*call, state),
             ):
-                plans.append(make_gated_plan(problem, device, AUTOMATIC))
+                gated += [launch.program for launch in make_gated_plan(problem, device, AUTOMATIC).launches]
     ahead = [plan.preparation.program for plan in plans if plan.preparation is not None]
-    return {*(plan.program for plan in plans), *ahead}
+    return {*(plan.program for plan in plans), *ahead, *gated}
 
 
 @pytest.mark.parametrize("capability", [75, 80, 86, 90, 120])
