@@ -84,11 +84,12 @@ __device__ __forceinline__ void gated_chain(const GatedParams& params, SharedTil
             const long long at = place.offset(strides, walk, block.head) + j * strides.column;
             if (is_there(j)) store_bits(params.final_state + at, own.values[j]);
         }
-        if (segment + 1 == num_segments) break;  // right either way: what nobody stores
+        if (segment + 1 == num_segments) break;  // right either way: nobody looks at the next
         __syncthreads();
         const StateStrides& strides = params.states_strides;
         const char* const carried = params.states + place.offset(strides, walk - block.index, block.head);
         const char* const factors = carried + (params.identity_column - place.column) * strides.column;
+        // right either way: what is finite counts nothing there
         if (place.row < params.head_dim) own = product(factors, strides.column, params.head_dim, state, place.half);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)

@@ -23,6 +23,7 @@ __device__ __forceinline__ void find_packed_chunk(const GatedParams& params, lon
     const int lane = threadIdx.x % 32, size = static_cast<int>(params.cu_seqlens_size);
     const int num_tokens = static_cast<int>(params.seqlen);
     int first_token = 0, chunks_before = 0;
+    // right either way: one of the first has the chunk, if there is one
     for (long long first = 0; first < params.num_sequences + 2; first += 32) {
         const long long i = first + lane;
         int end = num_tokens;
@@ -44,7 +45,8 @@ __device__ __forceinline__ void find_packed_chunk(const GatedParams& params, lon
         if (owners != 0) {
             if (lane == __ffs(owners) - 1) {
                 const int at = begin + (static_cast<int>(index) - chunks_before - (running - own)) * kBlockM;
-                chunk = {index, 0, at, min(end - at, kBlockM), i > params.num_sequences ? -1 : static_cast<int>(i) - 1};
+                const int left = min(end - at, kBlockM);  // right either way: nobody looks at more
+                chunk = {index, 0, at, left, i > params.num_sequences ? -1 : static_cast<int>(i) - 1};
             }
             return;
         }
@@ -61,8 +63,9 @@ __device__ __forceinline__ void find_chunk(const GatedParams& params, long long 
     } else if (threadIdx.x == 0) {
         const long long chunks = (params.seqlen + kBlockM - 1) / kBlockM, batch = divide(index, chunks);
         const long long begin = (index - batch * chunks) * kBlockM;
-        chunk = {index, batch, begin, static_cast<int>(min(params.seqlen - begin, static_cast<long long>(kBlockM))),
-                 static_cast<int>(batch)};
+        // right either way: nobody looks at more
+        const auto left = static_cast<int>(min(params.seqlen - begin, static_cast<long long>(kBlockM)));
+        chunk = {index, batch, begin, left, static_cast<int>(batch)};
     }
 }
 

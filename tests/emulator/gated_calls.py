@@ -19,6 +19,7 @@ from kernels.test_gated import (
     check_chunks,
     check_output,
     check_recurrent,
+    cut_after,
     unchecked,
 )
 
@@ -104,6 +105,25 @@ def _chunks(back_end: BackEnd, heads: tuple[int, int, int, int], layout: str, sw
     check_chunks(back_end, arrays, layout, give_out=True, swap=swap)
 
 
+def _cut(back_end: BackEnd, heads: tuple[int, int, int, int], layout: str = "contiguous") -> None:
+    arrays = draw((2, 150, *heads), back_end.dtype)
+    with cut_after(1):
+        check_chunks(back_end, arrays, layout, give_out=True)
+        del arrays["initial_state"]
+        check_chunks(back_end, arrays, layout)
+
+
+def _cut_of_nothing(back_end: BackEnd) -> None:
+    """What grows without bound makes nothing of nothing."""
+    arrays = draw((1, 1024, 1, 1, 16, 16), back_end.dtype)
+    arrays = {name: np.zeros_like(x) if name in ("v", "initial_state", "log_g") else x for name, x in arrays.items()}
+    arrays["beta"][...] = 2
+    arrays["k"] *= np.asarray(1.05, arrays["k"].dtype)
+    with cut_after(4):
+        out, _ = check_chunks(back_end, arrays)
+    assert not out.astype(np.float64).any()
+
+
 def _packed(back_end: BackEnd) -> None:
     arrays = draw_packed([0, 65, 65, 100], back_end.dtype, 67)
     check_chunks(back_end, arrays, give_out=True)
@@ -138,6 +158,10 @@ def _recurrent(back_end: BackEnd, layout: str, swap: bool, heads: tuple[int, int
     check_recurrent(back_end, draw((2, 3, *heads), back_end.dtype), layout, give_out=True, swap=swap)
 
 
+MALFORMED = (
+    (5, 3, 100, 20), (-7, 40, 30, 900), (0, 50, -(2**62), 80), (0, 5 - 2**32, 40), tuple(range(70, 0, -1)),
+)  # fmt: skip
+
 GATED_CALLS: dict[str, list[Call]] = {
     OUTPUT: [
         partial(_output, heads=(1, 2, 20, 24), layout="gaps"),
@@ -153,13 +177,26 @@ GATED_CALLS: dict[str, list[Call]] = {
         _other_states,
         _missing_states,
         _rows_of_no_sequence,
-        *(partial(_malformed, values=values) for values in ((5, 3, 100, 20), (-7, 40, 30, 900), (0, 50, -(2**62), 80))),
+        *(
+            partial(_malformed, values=values)
+            for values in (
+                (5, 3, 100, 20),
+                (-7, 40, 30, 900),
+                (0, 50, -(2**62), 80),
+                (0, 5 - 2**32, 40),
+                tuple(range(70, 0, -1)),
+            )
+        ),
     ],
     CHUNKS: [
         partial(_chunks, heads=(1, 2, 20, 24), layout="gaps", swap=False),
         partial(_chunks, heads=(1, 1, 136, 16), layout="contiguous", swap=False),
         partial(_chunks, heads=(2, 2, 32, 72), layout="contiguous", swap=False),
         partial(_chunks, heads=(1, 1, 64, 64), layout="contiguous", swap=True),
+        partial(_cut, heads=(1, 2, 24, 40)),
+        partial(_cut, heads=(1, 1, 20, 3), layout="gaps"),
+        partial(_cut, heads=(1, 1, 136, 16)),
+        _cut_of_nothing,
         _packed,
         _exact_keys,
         _without_final_state,

@@ -47,9 +47,10 @@ def included_by(file: str) -> frozenset[str]:
 
 
 def _sources_of(spec: Row) -> list[str]:
-    """Names of a row's own source and of the one that prepares its launch."""
-    preparing = spec.preparing if isinstance(spec, GatedSpec) else spec.preparing and spec.preparing.name
-    return [spec.name, *([preparing] if preparing else [])]
+    """Names of a row's own source and of those of launches before it."""
+    if isinstance(spec, GatedSpec):
+        return [spec.name, *([spec.preparing, "gated_chain"] if spec.preparing else [])]
+    return [spec.name, *([spec.preparing.name] if spec.preparing else [])]
 
 
 @lru_cache

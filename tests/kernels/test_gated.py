@@ -6,9 +6,11 @@ Bound = twice the error of the formula that the kernel has, step by step in its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -478,16 +480,15 @@ def test_without_states(back_end: BackEnd, packed: bool) -> None:
     assert back_end.host(back_end.call(CHUNKS, *tokens, **given)).tobytes() == out.tobytes()
 
 
-@pytest.fixture
-def cut_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Has sequences cut into segments of so many chunks."""
-
-    def cut(chunks: int) -> None:
+@contextmanager
+def cut_after(chunks: int) -> Iterator[None]:
+    """Have sequences cut into segments of so many chunks."""
+    try:
+        with mock.patch.object(plan_gated, "_walking_time", lambda *_: (0, chunks)):
+            plan_gated.make_gated_plan.cache_clear()
+            yield
+    finally:
         plan_gated.make_gated_plan.cache_clear()
-        monkeypatch.setattr(plan_gated, "_walking_time", lambda *_: (0, chunks))
-
-    yield cut
-    plan_gated.make_gated_plan.cache_clear()
 
 
 @by_chunks
@@ -500,34 +501,34 @@ def cut_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
     ],
     ids=str,
 )  # fmt: skip
-def test_sequences_that_are_cut(back_end: BackEnd, shape: Shape, chunks: int, cut_after: Callable[[int], None]) -> None:
+def test_sequences_that_are_cut(back_end: BackEnd, shape: Shape, chunks: int) -> None:
     """Several blocks walk each; the same bits twice, and without an initial state."""
-    cut_after(chunks)
     arrays = draw(shape, back_end.dtype)
-    found = check_chunks(back_end, arrays, give_out=True)
-    again = check_chunks(back_end._replace(seed=3), arrays, swap=True)
-    assert [x.tobytes() for x in found] == [x.tobytes() for x in again]
-    del arrays["initial_state"]
-    check_chunks(back_end, arrays, "every_second")
+    with cut_after(chunks):
+        found = check_chunks(back_end, arrays, give_out=True)
+        again = check_chunks(back_end._replace(seed=3), arrays, swap=True)
+        assert [x.tobytes() for x in found] == [x.tobytes() for x in again]
+        del arrays["initial_state"]
+        check_chunks(back_end, arrays, "every_second")
 
 
 @by_chunks
 @pytest.mark.parametrize("kind", KINDS)
-def test_decays_of_sequences_that_are_cut(back_end: BackEnd, kind: str, cut_after: Callable[[int], None]) -> None:
-    cut_after(1)
+def test_decays_of_sequences_that_are_cut(back_end: BackEnd, kind: str) -> None:
     arrays = draw((1, 200, 1, 2, 32, 16), back_end.dtype)
-    check_chunks(back_end, arrays | {"log_g": gates_of_kind(kind, arrays["log_g"].shape)})
+    with cut_after(1):
+        check_chunks(back_end, arrays | {"log_g": gates_of_kind(kind, arrays["log_g"].shape)})
 
 
 @by_chunks
-def test_nothing_grows_in_sequences_that_are_cut(back_end: BackEnd, cut_after: Callable[[int], None]) -> None:
+def test_nothing_grows_in_sequences_that_are_cut(back_end: BackEnd) -> None:
     """Long keys make anything grow without bound, and nothing of nothing."""
-    cut_after(4)
     arrays = draw((1, 1024, 1, 1, 16, 16), back_end.dtype)
     arrays = {name: np.zeros_like(x) if name in ("v", "initial_state", "log_g") else x for name, x in arrays.items()}
     arrays["beta"] = np.full_like(arrays["beta"], 2)
     arrays["k"] *= np.asarray(1.05, arrays["k"].dtype)
-    out, state = check_chunks(back_end, arrays)
+    with cut_after(4):
+        out, state = check_chunks(back_end, arrays)
     assert not out.astype(np.float64).any() and not state.any()
 
 
