@@ -173,6 +173,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     // Which warp has a key depends on the key alone, so that a row is summed up alike wherever its block begins.
     long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share - kTeam) * kBlockN;
     int turn = 0;
+    Places places = {}, ahead = {};  // of this step, and of the next one
+    if (seen.begin < seen.end) ahead = reader.find(n_begin + kTeam * kBlockN);
     // One turn more than there are steps: the first one only sends for keys.
     bool is_step = unknown(0) != 0;  // else the compiler would write out that turn
 #pragma unroll 1
@@ -183,10 +185,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         RowValues correction;
         Weights weights;
         if (is_step) score(shared.q, k, place, scores);
-        if (kBothAhead && has_next) reader.load_keys(k, next);
+        if (kBothAhead && has_next) reader.load_keys(k, next, ahead);
         if (is_step) {
             if constexpr (kPair > 1) add_other_half(shared.pairs, turn ^= 1, place, scores);
-            if (!kBothAhead) reader.load_values(v, n_begin);
+            if (!kBothAhead) reader.load_values(v, n_begin, places);
             scores_to_logits(params, shared, n_begin, place, scores);
             weigh(softmax, scores, weights, correction);
             accumulate(v, weights, correction, o);
@@ -197,9 +199,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             is_step = true;
         }
         if (!has_next) break;
-        if constexpr (kBothAhead) reader.load_values(v, next);
-        else reader.load_keys(k, next);
-        n_begin = next;
+        if constexpr (kBothAhead) reader.load_values(v, next, ahead);
+        else reader.load_keys(k, next, ahead);
+        n_begin = next, places = ahead;
+        ahead = reader.find(n_begin + kTeam * kBlockN);
     }
     const int num_rows = rows_left(tile, tile.row_begin);
     shared.shares.store(place, num_rows, softmax, o);

@@ -74,7 +74,7 @@ __device__ __forceinline__ void gated_chain(const GatedParams& params, SharedTil
         if (params.initial_state != nullptr && is_there(j)) own.values[j] = load_bits<float>(params.initial_state + at);
     }
 #pragma unroll 1
-    for (long long segment = 0; segment < num_segments; ++segment) {
+    for (long long segment = 0;; ++segment) {
         auto& state = shared.state[segment % 2];
         state[place.row][place.half] = own;
         const long long walk = block.index * num_segments + segment;
@@ -84,7 +84,7 @@ __device__ __forceinline__ void gated_chain(const GatedParams& params, SharedTil
             const long long at = place.offset(strides, walk, block.head) + j * strides.column;
             if (is_there(j)) store_bits(params.final_state + at, own.values[j]);
         }
-        if (segment + 1 == num_segments) break;  // right either way: nobody looks at the next
+        if (segment + 1 == num_segments) break;
         __syncthreads();
         const StateStrides& strides = params.states_strides;
         const char* const carried = params.states + place.offset(strides, walk - block.index, block.head);
@@ -93,6 +93,7 @@ __device__ __forceinline__ void gated_chain(const GatedParams& params, SharedTil
         if (place.row < params.head_dim) own = product(factors, strides.column, params.head_dim, state, place.half);
 #pragma unroll
         for (int j = 0; j < kColumns; ++j)
+            // right either way: what is finite counts nothing there
             if (is_there(j)) own.values[j] += load_bits<float>(carried + j * strides.column);
     }
 }

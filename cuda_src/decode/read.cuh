@@ -41,6 +41,12 @@ struct LoadedQueries {
     }
 };
 
+// Where the key of a step that has the lane's number lies in its array, and its value: in pages. To find a page takes a
+// division and a load, so lanes do it for each other, and a step ahead.
+struct Places {
+    long long k, v;
+};
+
 // Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features of a value
 // behind the last as the first one: they count nothing, and 0 x NaN is NaN. Those of a key are zeros.
 struct Reader {
@@ -49,10 +55,18 @@ struct Reader {
     const KeyRange& seen;  // some row sees them
     Place place;
 
-    __device__ __forceinline__ void load_keys(Keys& k, long long n_begin) const {
+    __device__ __forceinline__ Places find(long long n_begin) const {
+        if constexpr (kPaged) {
+            const long long key = n_begin + nearest(n_begin, place.lane % kBlockN);
+            return {key_row(params, tile, tile.k, params.k_strides, key) - tile.k,
+                    key_row(params, tile, tile.v, params.v_strides, key) - tile.v};
+        }
+        return {};
+    }
+    __device__ __forceinline__ void load_keys(Keys& k, long long n_begin, const Places& places) const {
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
-            const char* row = row_of(tile.k, params.k_strides, n_begin, place.key_k(j));
+            const char* row = row_of(tile.k, params.k_strides, n_begin, place.key_k(j), places.k);
 #pragma unroll
             for (int c = 0; c < kVectorsK; ++c) {
                 const char* address = row + place.feature_k(c) * 2;
@@ -61,10 +75,10 @@ struct Reader {
             }
         }
     }
-    __device__ __forceinline__ void load_values(Values& v, long long n_begin) const {
+    __device__ __forceinline__ void load_values(Values& v, long long n_begin, const Places& places) const {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const char* row = row_of(tile.v, params.v_strides, n_begin, place.key_v(i));
+            const char* row = row_of(tile.v, params.v_strides, n_begin, place.key_v(i), places.v);
 #pragma unroll
             for (int c = 0; c < kVectorsV; ++c) {
                 const bool is_there = (kPair == 1 && c < kVectorsV - 1) || place.feature_v(c) < params.head_dim_v;
@@ -74,14 +88,18 @@ struct Reader {
     }
 
   private:
-    __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin,
-                                                  int key) const {
+    // Number of the key in a step, or of the nearest one that some row sees.
+    __device__ __forceinline__ int nearest(long long n_begin, int key) const {
         const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
         // right either way: it only keeps the cast in range
         const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
-        const int nearest = min(max(key, first), last);
-        if constexpr (kPaged) return key_row(params, tile, array, strides, n_begin + nearest);
-        else return array + n_begin * strides.row + nearest * strides.row;
+        return min(max(key, first), last);
+    }
+    // Called by all lanes of a warp.
+    __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin, int key,
+                                                  long long place_of_lane) const {
+        if constexpr (kPaged) return array + __shfl_sync(0xffffffffu, place_of_lane, key);
+        else return array + n_begin * strides.row + nearest(n_begin, key) * strides.row;
     }
 };
 

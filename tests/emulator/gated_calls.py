@@ -105,8 +105,10 @@ def _chunks(back_end: BackEnd, heads: tuple[int, int, int, int], layout: str, sw
     check_chunks(back_end, arrays, layout, give_out=True, swap=swap)
 
 
-def _cut(back_end: BackEnd, heads: tuple[int, int, int, int], layout: str = "contiguous") -> None:
-    arrays = draw((2, 150, *heads), back_end.dtype)
+def _cut(
+    back_end: BackEnd, heads: tuple[int, int, int, int], layout: str = "contiguous", shape: tuple[int, int] = (2, 150)
+) -> None:
+    arrays = draw((*shape, *heads), back_end.dtype)
     with cut_after(1):
         check_chunks(back_end, arrays, layout, give_out=True)
         del arrays["initial_state"]
@@ -118,7 +120,7 @@ def _cut_of_nothing(back_end: BackEnd) -> None:
     arrays = draw((1, 1024, 1, 1, 16, 16), back_end.dtype)
     arrays = {name: np.zeros_like(x) if name in ("v", "initial_state", "log_g") else x for name, x in arrays.items()}
     arrays["beta"][...] = 2
-    arrays["k"] *= np.asarray(1.05, arrays["k"].dtype)
+    arrays["k"] *= np.asarray(1.25, arrays["k"].dtype)
     with cut_after(4):
         out, _ = check_chunks(back_end, arrays)
     assert not out.astype(np.float64).any()
@@ -159,7 +161,7 @@ def _recurrent(back_end: BackEnd, layout: str, swap: bool, heads: tuple[int, int
 
 
 MALFORMED = (
-    (5, 3, 100, 20), (-7, 40, 30, 900), (0, 50, -(2**62), 80), (0, 5 - 2**32, 40), tuple(range(70, 0, -1)),
+    (5, 3, 100, 20), (-7, 40, 30, 900), (0, 50, -(2**62), 80), (0, 900 - 2**32, 40), tuple(range(70, 0, -1)),
 )  # fmt: skip
 
 GATED_CALLS: dict[str, list[Call]] = {
@@ -183,7 +185,7 @@ GATED_CALLS: dict[str, list[Call]] = {
                 (5, 3, 100, 20),
                 (-7, 40, 30, 900),
                 (0, 50, -(2**62), 80),
-                (0, 5 - 2**32, 40),
+                (0, 900 - 2**32, 40),
                 tuple(range(70, 0, -1)),
             )
         ),
@@ -195,6 +197,7 @@ GATED_CALLS: dict[str, list[Call]] = {
         partial(_chunks, heads=(1, 1, 64, 64), layout="contiguous", swap=True),
         partial(_cut, heads=(1, 2, 24, 40)),
         partial(_cut, heads=(1, 1, 20, 3), layout="gaps"),
+        partial(_cut, heads=(1, 1, 20, 1), shape=(1, 100)),
         partial(_cut, heads=(1, 1, 136, 16)),
         _cut_of_nothing,
         _packed,
