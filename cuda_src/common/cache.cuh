@@ -36,13 +36,18 @@ struct PagedKey {
     }
 };
 
-// Where a key of a tile's sequence begins, or its value. Where the table names no page, the nearest one is read.
+// Where a key of a tile's sequence is read: where the table names no page, in the nearest one.
+__device__ __forceinline__ PagedKey readable_key(const AttentionParams& params, const TileMap& tile, long long key) {
+    PagedKey found(params, tile.pages(), key);
+    found.page = min(max(found.page, 0LL), params.num_pages - 1);
+    return found;
+}
+
+// Where a key of a tile's sequence begins, or its value.
 __device__ __forceinline__ const char* key_row(const AttentionParams& params, const TileMap& tile, const char* array,
                                                const Strides& strides, long long key) {
     if constexpr (kPaged) {
-        PagedKey found(params, tile.pages(), key);
-        found.page = min(max(found.page, 0LL), params.num_pages - 1);
-        return array + found.offset(strides);
+        return array + readable_key(params, tile, key).offset(strides);
     } else {
         return array + key * strides.row;
     }

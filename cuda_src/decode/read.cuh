@@ -58,8 +58,8 @@ struct Reader {
     __device__ __forceinline__ Places find(long long n_begin) const {
         if constexpr (kPaged) {
             const long long key = n_begin + nearest(n_begin, place.lane % kBlockN);
-            return {key_row(params, tile, tile.k, params.k_strides, key) - tile.k,
-                    key_row(params, tile, tile.v, params.v_strides, key) - tile.v};
+            const PagedKey found = readable_key(params, tile, key);
+            return {found.offset(params.k_strides), found.offset(params.v_strides)};
         }
         return {};
     }
