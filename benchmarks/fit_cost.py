@@ -314,7 +314,8 @@ def read(file: Path, device: Device) -> list[Measured]:
         problem = case.describe()
         tiles = {str(tile): tile for tile in SPECS[case.kernel].tiles(problem.traits, device)}
         known = [(tiles[name], splits, time) for name, splits, time in times if name in tiles]
-        found.append(Measured(case, problem, lengths_of(problem), known))
+        if known:
+            found.append(Measured(case, problem, lengths_of(problem), known))
     return found
 
 

@@ -39,9 +39,12 @@ namespace cuflash {
 
 using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 
-// What threads have of the registers with which the block begins: 504 or 512 for one of each warpgroup, 256 of two.
-constexpr int kLoaderRegisters = kConsumers < 3 ? 40 : 32;
-constexpr int kConsumerRegisters = kConsumers == 1 ? 216 : kConsumers == 2 ? 232 : 160;
+// What threads have of the registers with which the blocks of a multiprocessor begin, evenly: the loader what it needs,
+// the others the rest.
+constexpr int kResident = kConsumers == 1 && kMinBlocks == 1 ? 2 : kMinBlocks;
+constexpr int kAllRegisters = 65536 / (kResident * kThreads) / 8 * 8 * (kConsumers + 1);
+constexpr int kLoaderRegisters = kConsumers < 3 && kMinBlocks < 3 ? 40 : 32;
+constexpr int kConsumerRegisters = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 
 static_assert(kProducers == 128 && kThreads == (kConsumers + 1) * kGroupThreads && kBlockM == 64 * kConsumers);
 static_assert(kVectorLoads && kHasValues && !kHasArrays);
@@ -103,17 +106,27 @@ __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedT
 __device__ __forceinline__ void load_queries(const AttentionParams& params, SharedTiles& shared, const Warp& warp,
                                              int group) {
     QueryRows& target = shared.queries(group);
-    const int lane_row = warp.lane / 8, piece = warp.lane % 8;
+    const int lane_row = warp.lane / 8, piece = warp.lane % 8, first_row = warp.first_row + lane_row;
+    const char* source = query_row(params, shared.tile, first_row);
+    const int num_rows = rows_left(shared.tile, shared.tile.row_begin + first_row);
 #pragma unroll 1
     for (int i = 0; i < kRowsPerWarp; i += 4) {
-        const int tile_row = warp.first_row + i + lane_row, row = tile_row % 64;
-        const char* const source = query_row(params, shared.tile, tile_row);
+        const int row = first_row % 64 + i;
         const SharedAddress first = shared_address(&target.rows[0][row][0]) + (piece ^ row % 8) * 16;
+        // right either way: a division by 1
+        if (params.packed_heads != 1) source = query_row(params, shared.tile, first_row + i);
 #pragma unroll
         for (int panel = 0; panel < target.kCount; ++panel)
             cp_async_16(first + panel * target.kPanelBytes, source + panel * 128 + piece * 16,
-                        source != nullptr && panel * 64 + piece * 8 < params.head_dim);
+                        i < num_rows && panel * 64 + piece * 8 < params.head_dim);
+        source += 4 * params.q_strides.row;
     }
+}
+
+// Number of the warpgroup, found again: known to be the same for all lanes, as products in a branch that might be taken
+// by some would wait for each other.
+__device__ __forceinline__ int group_of_thread() {
+    return __shfl_sync(0xffffffffu, thread_index_again() / kGroupThreads, 0);
 }
 
 // What a warp of a warpgroup has of its rows.
@@ -140,9 +153,11 @@ struct RowWarp {
         return View(params, shared.tile, unit, shared.rows, walk.first_key(i), place_of_warp());
     }
 
+    __device__ __forceinline__ int own_group() const { return kFewRegisters ? group_of_thread() : group; }
+
     // Issues S = Q K^T of tile i.
     __device__ __forceinline__ void issue_scores(int i, Scores& scores) {
-        QueryRows& q = shared.queries(group);
+        QueryRows& q = shared.queries(own_group());
         Panels<kBlockN, kHeadDim>& k = shared.k[i % kStages];
         wgmma<kBfloat16, false, false>(scores[0], q.features(0), k.features(0));
 #pragma unroll
@@ -189,10 +204,10 @@ struct RowWarp {
         RowValues factors;
         shared.keys.wait_until_ready(0);
         fence_async_proxy();
-        shared.turns.wait(group, 0);
+        shared.turns.wait(own_group(), 0);
         wgmma_fence();
         issue_scores(0, tile.scores);
-        shared.turns.pass(group);
+        shared.turns.pass(own_group());
         wgmma_wait<0>(tile.scores[0]);
         shared.keys.release(0);
         find_logits(tile, factors);  // there is no output to follow them
@@ -206,11 +221,11 @@ struct RowWarp {
         shared.keys.wait_until_ready(i);
         shared.values.wait_until_ready(i - 1);
         fence_async_proxy();
-        shared.turns.wait(group, i);
+        shared.turns.wait(own_group(), i);
         wgmma_fence();
         issue_scores(i, tile.scores);
         issue_output(i - 1, weights);
-        shared.turns.pass(group);
+        shared.turns.pass(own_group());
         wgmma_wait<1>(tile.scores[0]);
         shared.keys.release(i);
         const bool outgrown = find_logits(tile, factors);
@@ -245,8 +260,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const int num_tiles = shared.walk.num_tiles;
     RowStates states(shared.maxima, warp);
     Output o = {};
-    look_up_rows(params, shared.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     load_queries(params, shared, warp, group);
+    look_up_rows(params, shared.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     cp_async_wait();
     fence_async_proxy();
     barrier_wait(1 + group, kGroupThreads);
@@ -259,7 +274,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
 #pragma unroll 1
         for (; i < num_tiles; ++i) own.turn(i, weights, total);
         own.last(i - 1, weights, total);
-        barrier_wait(1 + group, kGroupThreads);  // nobody multiplies by queries any more
+        barrier_wait(1 + group_of_thread(), kGroupThreads);  // nobody multiplies by queries any more
     }
     store_rows(params, shared.tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
 }
@@ -272,8 +287,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     __syncthreads();
     if (shared.tile.num_rows == 0) return;
     let_next_launch_begin();
-    // Known to be the same for all lanes: products in a branch that might be taken by some would wait for each other.
-    const int group = __shfl_sync(0xffffffffu, threadIdx.x / kGroupThreads, 0);
+    const int group = group_of_thread();
     if (group == kConsumers) {
         registers_release<kLoaderRegisters>();
         load_keys(params, shared, threadIdx.x - kConsumers * kGroupThreads);

@@ -44,12 +44,13 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(2 * elements + beside, 1024)
 
 
-# A warpgroup has 64 rows; where these are all, memory is the limit, and two blocks share a multiprocessor. Measured on
-# an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128 366 / 372; head_dim 128 128x128
-# 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower.
+# A warpgroup has 64 rows; where these are all, two or three blocks share a multiprocessor, one of which begins or ends
+# while others multiply. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128
+# 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512 keys:
+# head_dim 64 192x128 292 / 151, 64x64 298 / 192.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
-    Tile(64, 128, 256, 2), Tile(64, 64, 256, 2),
+    Tile(64, 64, 256, 2),
 )  # fmt: skip
 
 # As fitted, but for `merge`: what the launch that merges has gained since was measured as differences of whole calls.
@@ -62,7 +63,7 @@ COST = Cost(
     latency_load=2.09e-05,
     copy=0,
     exposed_copy=0,
-    block=5.74,
+    block=4.0,
     block_load=0.0235,
     merge=3.5,
     merge_split=0.0142,
@@ -88,8 +89,6 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         if tile.block_m == 192 and (wgmma_bucket(traits.head_dim) > 64 or traits.alibi_slopes):
             return False
         most = 128 if tile.block_m == 192 else 184
-        if tile.block_m == 64 and tile.block_n > 64 and wgmma_min_blocks(traits, tile, device) == 1:
-            return False
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     by_rows: dict[int, Tile] = {}
@@ -99,6 +98,11 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
 
 
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
-    """One block has a multiprocessor for itself, or two if they are small."""
-    by_memory = blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile))
-    return min(2, by_memory) if tile.block_m == 64 else 1
+    """One block has a multiprocessor for itself, or two or three if they are small.
+
+    Three have 128 registers for each thread that multiplies.
+    """
+    if tile.block_m > 64:
+        return 1
+    most = 3 if wgmma_bucket(traits.head_dim_v) <= 64 and not traits.alibi_slopes else 2
+    return min(most, blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile)))

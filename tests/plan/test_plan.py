@@ -217,14 +217,14 @@ no keys, forward_decode, 16x32/128, grid 8, 26016 B, batch 0:2, D 64/64, align 1
 no batch, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:0, D 64/64, align 16, x2
 no heads, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
 (B, N, H, D) swapped, forward_wgmma, 192x128x2/512, grid 384, 104448 B, batch 0:4, D 64/64, align 16, x1
-three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
+three batch axes, forward_wgmma, 128x128x2/384, grid 120, 91136 B, batch 0:2 1:3 2:5, D 64/64, align 16, x1
 batch of q broadcast, forward_decode, 16x32/128, grid 252, 26016 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
 D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
 every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
+softcap window, forward_wgmma, 64x64x2/256, grid 4096, 46080 B, batch 0:4, D 64/64, align 16, x3, 16 at once, softcap
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
