@@ -45,15 +45,16 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 
 
 # A warpgroup has 64 rows; where these are all, two or three blocks share a multiprocessor, one of which begins or ends
-# while others multiply. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128
-# 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512 keys:
-# head_dim 64 192x128 292 / 151, 64x64 298 / 192.
+# while others multiply. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
+# 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512
+# keys: head_dim 64 192x128 292 / 151, 64x64 298 / 192.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
     Tile(64, 64, 256, 2),
 )  # fmt: skip
 
-# As fitted, but for `merge`: what the launch that merges has gained since was measured as differences of whole calls.
+# As fitted, but for two that have gained since: `merge`, measured as differences of whole calls, and `block` (5.7), with
+# which choices among tiles and kernels are those measured at 256 to 1024 keys.
 COST = Cost(
     product=6.05e-08,
     weight=5.58e-05,
@@ -63,7 +64,7 @@ COST = Cost(
     latency_load=2.09e-05,
     copy=0,
     exposed_copy=0,
-    block=4.0,
+    block=3.7,
     block_load=0.0235,
     merge=3.5,
     merge_split=0.0142,
