@@ -53,7 +53,8 @@ _WGMMA_TILES = (
     Tile(64, 64, 256, 2),
 )  # fmt: skip
 
-# As fitted, but for `merge`: what the launch that merges has gained since was measured as differences of whole calls.
+# As fitted, but for two that have gained since: `merge`, measured as differences of whole calls, and `block` (5.7), with
+# which choices among tiles and kernels are those measured at 256 to 1024 keys.
 COST = Cost(
     product=6.05e-08,
     weight=5.58e-05,
@@ -63,7 +64,7 @@ COST = Cost(
     latency_load=2.09e-05,
     copy=0,
     exposed_copy=0,
-    block=4.0,
+    block=3.7,
     block_load=0.0235,
     merge=3.5,
     merge_split=0.0142,
