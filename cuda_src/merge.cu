@@ -151,19 +151,19 @@ __device__ __forceinline__ Features load_parts(const MergeParams& params, const 
     return features;
 }
 
-// The sum over all parts of a row, shared out among its lanes: `width` of them, and the others do the same.
+// The sum over all parts of a row, shared out among its lanes.
 __device__ __forceinline__ ExponentialSum sum_parts(const MergeParams& params, const RowPlace& place, int lane) {
-    int width = kLanesPerRow;
-    while (width / 2 >= params.num_parts) width /= 2;
     ExponentialSum total = empty_sum();
-    for (long long part = lane % width; part < params.num_parts; part += width)
+    for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
         total = merge(total, load_sum(params, place, part));
-#pragma unroll 1
-    for (int distance = width / 2; distance > 0; distance /= 2) {
+#pragma unroll
+    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
+        if (distance >= params.num_parts) continue;  // right either way: lanes from there on have no part
         total = merge(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
                               __shfl_xor_sync(0xffffffffu, total.sum, distance)});
     }
-    return total;
+    const int first_lane = threadIdx.x % 32 - lane;
+    return {__shfl_sync(0xffffffffu, total.largest, first_lane), __shfl_sync(0xffffffffu, total.sum, first_lane)};
 }
 
 // What the output of a part that has seen keys is multiplied by.
