@@ -53,8 +53,8 @@ _WGMMA_TILES = (
     Tile(64, 64, 256, 2),
 )  # fmt: skip
 
-# As fitted, but for two that have gained since: `merge`, measured as differences of whole calls, and `block` (5.7), with
-# which choices among tiles and kernels are those measured at 256 to 1024 keys.
+# As fitted, but for two that have gained since: `merge`, measured as differences of whole calls, and `block` (5.7),
+# with which choices among tiles and kernels are those measured at 256 to 1024 keys.
 COST = Cost(
     product=6.05e-08,
     weight=5.58e-05,
