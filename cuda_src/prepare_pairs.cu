@@ -24,7 +24,6 @@ struct Rows : PairRows<kBlockN, kWidth> {
 #pragma unroll 1
         for (int pass = 0; pass < this->kPasses; ++pass) {
             const int row = this->row_of(threadIdx.x, pass);
-            if (!this->has_row(row)) break;  // for whole warps
             FoundInRow found = this->make_pairs(threadIdx.x, row, num_features);
 #pragma unroll
             for (int lanes = this->kLanes / 2; lanes > 0; lanes /= 2)

@@ -20,16 +20,14 @@ struct PairRows {
     static constexpr int kWanted = kIdle > kWide ? kIdle : kWide;
     static constexpr int kLanes = kWanted < 8 ? 8 : kWanted > 32 ? 32 : kWanted;
     static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
-    static constexpr int kPasses = (kNumRows * kLanes + kThreads - 1) / kThreads;
+    static constexpr int kPasses = kNumRows * kLanes / kThreads;
+    static_assert(kPasses * kThreads == kNumRows * kLanes, "each thread has a row in each pass");
 
     __device__ __forceinline__ float scale(int row) const { return scales[row]; }
     static __host__ __device__ constexpr int row_of(int thread, int pass) {
         const int lane = thread % 32, turn = pass * kNumWarps + thread / 32;
         return kLanes == 8 ? turn / 2 * 8 + turn % 2 * 2 + lane / 8 % 2 * 4 + lane / 16
                            : turn * (32 / kLanes) + lane / kLanes;
-    }
-    static __device__ __forceinline__ bool has_row(int row) {
-        return kPasses * kThreads == kNumRows * kLanes || row < kNumRows;
     }
     static __device__ __forceinline__ int column_of(int thread, int chunk) {
         return (thread % kLanes + chunk * kLanes) * 4;
@@ -59,12 +57,13 @@ struct PairRows {
     __device__ __forceinline__ void load(const char* array, const Strides& strides, int num_features,
                                          long long num_rows) {
         const int thread = thread_index_again();
+        // right either way: it only keeps the cast in range
         const int rows_left = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
         const char* source = array + row_of(thread, 0) * strides.row;
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
             const int row = row_of(thread, pass);
-            if (has_row(row)) load_row(thread, row, source, row < rows_left, num_features, strides.column);
+            load_row(thread, row, source, row < rows_left, num_features, strides.column);
             source += (row_of(0, pass + 1) - row_of(0, pass)) * strides.row;
         }
     }
@@ -74,7 +73,6 @@ struct PairRows {
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
             const int row = row_of(threadIdx.x, pass);
-            if (!has_row(row)) continue;
             const char* const address = source(row);
             load_row(threadIdx.x, row, address, address != nullptr, num_features, feature_stride);
         }
@@ -90,7 +88,6 @@ struct PairRows {
 #pragma unroll 1
         for (int pass = 0; pass < kPasses; ++pass) {
             const int row = row_of(thread, pass);
-            if (!has_row(row)) break;  // for whole warps
             const FoundInRow in_row = make_pairs(thread, row, num_features);
             if (thread % kLanes == 0) scales[row] = in_row.scale;
             found |= in_row.kinds | out_of_range(in_row.scale, least_exponent, most_exponent);
