@@ -64,9 +64,11 @@ def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
     if isinstance(plan, Plan) and plan.preparation:
         beside += f"; keys and values are made ready by {plan.preparation.program.kernel}, once"
     if isinstance(plan, GatedPlan) and plan.launches[:-1]:
-        *before, last = plan.launches
-        beside += f" for {last.num_segments} segments" if last.num_segments > 1 else ""
-        beside += f"; chunks are made ready by {', '.join(launch.program.kernel for launch in before)}, once"
+        first, *carrying, last = plan.launches
+        beside += f"; chunks are made ready by {first.program.kernel}, once"
+        if carrying:
+            names = " and ".join(launch.program.kernel for launch in carrying)
+            beside += f"; of {last.num_segments} segments, in front of which {names} compute states"
     if isinstance(plan, Plan) and plan.append is not None:
         beside += f"; new keys are appended first, by {plan.append.program.kernel}"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"
