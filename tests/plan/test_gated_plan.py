@@ -201,6 +201,27 @@ def test_chunks_are_prepared_in_a_workspace(packed: bool) -> None:
     assert len(plan(delta_problem("float32")).launches) == 1
 
 
+def test_sequences_of_few_heads_are_cut() -> None:
+    """Into segments of whole chunks; not where blocks are many, chunks few, or lengths unknown."""
+
+    def made(num_heads: int, tokens: int = 8192, packed: bool = False) -> GatedPlan:
+        problem = delta_problem("bfloat16", batch=1, tokens=tokens, packed=packed)
+        return plan(problem._replace(num_heads=num_heads, num_heads_v=num_heads))
+
+    few = made(8)
+    assert [launch.program.kernel for launch in few.launches] == [
+        "gated_prepare", "gated_delta_wgmma", "gated_chain", "gated_delta_wgmma",
+    ]  # fmt: skip
+    _, carry, chain, walk = few.launches
+    assert walk.segment_tokens == carry.segment_tokens == chain.segment_tokens
+    assert walk.segment_tokens % 64 == 0 and -(-8192 // walk.segment_tokens) == walk.num_segments > 2
+    assert carry.num_segments == walk.num_segments - 1 and chain.num_segments == 1
+    assert (carry.num_blocks, walk.num_blocks) == (8 * 4 * carry.num_segments, 8 * 2 * walk.num_segments)
+    assert few.workspace > made(8, packed=True).workspace and f"({walk.num_segments} segments)" in str(few)
+    for whole in (made(32), made(8, 512), made(8, packed=True)):
+        assert len(whole.launches) == 2 and "segments" not in str(whole)
+
+
 def test_plans_print_as_one_line() -> None:
     assert re.fullmatch(
         r"gated_output_mma tile 64x128, 256 threads, \d+ blocks, \d+ bytes of shared memory",
