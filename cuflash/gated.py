@@ -207,7 +207,7 @@ def chunk_gated_delta_rule(
         Packed sequences, with ``B`` = 1: sequence ``n`` has the tokens ``cu_seqlens[n]`` up to ``cu_seqlens[n + 1]``;
         begins with 0, never falls. An empty sequence leaves its state as it is.
     chunk_size : {16, 32, 64, 128}
-        Tokens that are computed at once; it decides speed and rounding.
+        Tokens that NumPy computes at once; it decides speed and rounding. Kernels on a GPU have chunks of their own.
     out : array, shape (B, T, Hv, V), optional
         Written in place, any strides, and returned; of the dtype of `q`. Must not overlap an input.
 

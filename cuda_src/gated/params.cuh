@@ -66,9 +66,9 @@ struct GatedParams {
 
 // Which part of which heads of a sequence or chunk is a block's own.
 struct GatedBlock {
-    long long index;    // of the sequence or chunk
-    long long segment;  // of the sequence
-    int head;           // the first one
+    long long index;  // of the sequence or chunk
+    int segment;      // of the sequence
+    int head;         // the first one
     int part;
 };
 
@@ -76,8 +76,8 @@ __device__ __forceinline__ GatedBlock gated_block(const GatedParams& params) {
     const long long block = params.first_block + blockIdx.x;
     const long long heads = divide(block, params.num_parts), head = heads * params.heads_per_block;
     const long long walk = divide(head, params.num_heads_v), index = divide(walk, params.num_segments);
-    return {index, walk - index * params.num_segments, static_cast<int>(head - walk * params.num_heads_v),
-            static_cast<int>(block - heads * params.num_parts)};
+    return {index, static_cast<int>(walk - index * params.num_segments),
+            static_cast<int>(head - walk * params.num_heads_v), static_cast<int>(block - heads * params.num_parts)};
 }
 
 }  // namespace cuflash
