@@ -24,7 +24,7 @@ constexpr bool kBothAhead = kVectorsV * 32 + kBlockN * (kVectorsK + 2 * kVectors
 
 static_assert(kBlockM == 16, "a warp has all rows");
 static_assert(kBlockN % 16 == 0, "tensor cores multiply weights of 16 keys");
-static_assert(kBlockN <= 32, "a lane looks up the page of one key of a step");
+static_assert(!kPaged || kBlockN <= 32, "a lane looks up the page of one key of a step");
 static_assert(kHeadDim % 64 == 0 && kHeadDimV % (64 * kPair) == 0,
               "eight lanes load 64 neighbouring features of a value");
 static_assert(kVectorLoads && kHasValues, "rows are read in vectors of 16 bytes");
