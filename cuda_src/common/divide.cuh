@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-// A length that much is divided by, with (2^64 - 1) / value rounded down.
+// A length that much is divided by, with 2^63 / value rounded up, or 0 for values that 31 bits do not hold.
 struct Divisor {
     long long value;
     unsigned long long reciprocal;
@@ -21,14 +21,12 @@ static __device__ CUFLASH_ONE_COPY long long divide(long long a, long long b) {
     return a / b;
 }
 
-// By multiplication, of what is not negative: the rounding of the reciprocal and of the product leave out one at most.
+// By multiplication where both have 31 bits: the rounding of the reciprocal adds less than a / 2^63 < 1 / value.
 __device__ __forceinline__ long long divide(long long a, const Divisor& by) {
-    const unsigned long long low = static_cast<unsigned int>(a), high = static_cast<unsigned long long>(a) >> 32;
-    const unsigned long long low_by = static_cast<unsigned int>(by.reciprocal), high_by = by.reciprocal >> 32;
-    const unsigned long long middle = high * low_by + (low * low_by >> 32);
-    const unsigned long long other = low * high_by + static_cast<unsigned int>(middle);
-    const long long quotient = static_cast<long long>(high * high_by + (middle >> 32) + (other >> 32));
-    return a - quotient * by.value < by.value ? quotient : quotient + 1;
+    // right either way: the plain division is slower
+    if (by.reciprocal == 0 || (a >> 31) != 0) return divide(a, by.value);
+    const unsigned long long twice = 2 * a, low = static_cast<unsigned int>(by.reciprocal);
+    return static_cast<long long>((twice * (by.reciprocal >> 32) + (twice * low >> 32)) >> 32);
 }
 
 }  // namespace cuflash
