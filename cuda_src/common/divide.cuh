@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-// A length that much is divided by, with 2^63 / value rounded up, or 0 for values that 31 bits do not hold.
+// A length that much is divided by, with (2^64 - 1) / value rounded down.
 struct Divisor {
     long long value;
     unsigned long long reciprocal;
@@ -14,19 +14,21 @@ struct Divisor {
     __host__ __device__ __forceinline__ operator long long() const { return value; }
 };
 
-// There is one copy of it: it is long, and blocks that begin wait for their instructions.
+// There is one copy of each: they are long, and blocks that begin wait for their instructions.
 static __device__ CUFLASH_ONE_COPY long long divide(long long a, long long b) {
     // right either way: the long division is slower
     if (((a | b) >> 31) == 0) return static_cast<unsigned int>(a) / static_cast<unsigned int>(b);
     return a / b;
 }
 
-// By multiplication where both have 31 bits: the rounding of the reciprocal adds less than a / 2^63 < 1 / value.
-__device__ __forceinline__ long long divide(long long a, const Divisor& by) {
-    // right either way: the plain division is slower
-    if (by.reciprocal == 0 || (a >> 31) != 0) return divide(a, by.value);
-    const unsigned long long twice = 2 * a, low = static_cast<unsigned int>(by.reciprocal);
-    return static_cast<long long>((twice * (by.reciprocal >> 32) + (twice * low >> 32)) >> 32);
+// By multiplication, of what is not negative: the rounding of the reciprocal and of the product leave out one at most.
+static __device__ CUFLASH_ONE_COPY long long divide(long long a, const Divisor by) {
+    const unsigned long long low = static_cast<unsigned int>(a), high = static_cast<unsigned long long>(a) >> 32;
+    const unsigned long long low_by = static_cast<unsigned int>(by.reciprocal), high_by = by.reciprocal >> 32;
+    const unsigned long long middle = high * low_by + (low * low_by >> 32);
+    const unsigned long long other = low * high_by + static_cast<unsigned int>(middle);
+    const long long quotient = static_cast<long long>(high * high_by + (middle >> 32) + (other >> 32));
+    return a - quotient * by.value < by.value ? quotient : quotient + 1;
 }
 
 }  // namespace cuflash

@@ -110,8 +110,8 @@ OPEN_WINDOW = 2**61
 
 @lru_cache(maxsize=4096)
 def divisor(value: int) -> tuple[int, int]:
-    """`Divisor` of a value: with its reciprocal in units of 2^-63, rounded up, where kernels multiply by that."""
-    return value, -(-(1 << 63) // value) if 0 < value < 1 << 31 else 0
+    """`Divisor` of a value, with its reciprocal in units of 2^-64."""
+    return value, ((1 << 64) - 1) // max(value, 1)
 
 
 class _Buffer:
