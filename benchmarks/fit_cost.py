@@ -15,7 +15,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,7 +48,7 @@ from cuflash.plan.cost import (
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
-from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe import describe_attention, describe_attention_lse
 from cuflash.problem.problem import Problem
 from cuflash.settings import Settings
 
@@ -71,11 +72,13 @@ class Case(NamedTuple):
     causal: bool = False
     window: tuple[int, int] | None = None
     precision: str = "ieee"
+    has_values: bool = True
+    """Else the lse is all that is computed."""
 
     @property
     def flops(self) -> int:
         """Multiplications and additions, as if all keys were seen."""
-        return 4 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
+        return (4 if self.has_values else 2) * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.head_dim
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -96,6 +99,8 @@ class Case(NamedTuple):
             ArrayInfo(None, shape, contiguous_strides(shape, ITEMSIZE[self.dtype]), self.dtype, 0, 0, True)
             for shape in self.shapes
         )
+        if not self.has_values:
+            return describe_attention_lse(q, k, **self.options)[0]
         return describe_attention(q, k, k, **self.options)[0]
 
 
@@ -115,6 +120,8 @@ def cases() -> list[Case]:
         ):
             heads = 1024 // head_dim
             found.append(Case(kernel, dtype, batch, heads, heads, length, length, head_dim, causal))
+        for case in found[-80::3]:
+            found.append(case._replace(has_values=False))
     for case in [case for case in found if case.kernel == "precise_float32"]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
     found += usual_shapes("forward_wgmma")
@@ -223,6 +230,10 @@ def measure(file: Path, kernel: str) -> None:
     from cuflash.gpu.launch import Launch, device_info
     from cuflash.problem.problem import ARRAYS
 
+    def run_plan(problem: Problem, pointers: list[int], out: Any, lse: Any, plan: Any) -> Callable[[], Any]:
+        launch, workspace = Launch(problem, plan, 0), cupy.empty(plan.workspace + 16, "uint8")
+        return lambda: launch.run(list(pointers), out, lse, workspace)
+
     device = device_info(0)
     kept = [old for old in json.loads(file.read_text())["problems"] if old["kernel"] != kernel] if kernel else []
     wanted = [case for case in cases() if kernel in ("", case.kernel)]
@@ -243,16 +254,18 @@ def measure(file: Path, kernel: str) -> None:
             rng.standard_normal(shape, dtype="float32").astype(DTYPES[case.dtype])
             for shape in (case.shapes[0], case.shapes[1], case.shapes[1])
         )
-        out = cupy.empty_like(q)
-        arrays = {"q": q, "k": k, "v": v, "out": out}
+        arrays = {"q": q, "k": k}
+        if case.has_values:
+            arrays |= {"v": v, "out": cupy.empty_like(q)}
+            problem, _ = describe_attention(**arrays, **case.options)
+        else:
+            lse = cupy.empty(q.shape[:-1], "float64" if case.dtype == "float64" else "float32")
+            problem, _ = describe_attention_lse(**arrays, out=lse, **case.options)
+            arrays["lse"] = lse
         pointers = [arrays[name].data.ptr if name in arrays else 0 for name in ARRAYS]
-        problem, _ = describe_attention(q, k, v, out=out, **case.options)
+        run = partial(run_plan, problem, pointers, arrays.get("out"), arrays.get("lse"))
 
-        def prepared(plan: Any, problem: Problem = problem, pointers: list[int] = pointers, out: Any = out) -> Any:
-            launch, workspace = Launch(problem, plan, 0), cupy.empty(plan.workspace + 16, "uint8")
-            return lambda: launch.run(list(pointers), out, None, workspace)
-
-        calls = {(str(tile), splits): prepared(plan_of(case, tile, splits)) for tile, splits in chosen}
+        calls = {(str(tile), splits): run(plan_of(case, tile, splits)) for tile, splits in chosen}
         times = backend.time_candidates(calls, REPEATS)
         stored.append(case._asdict() | {"times": [[*key, round(median, 2)] for key, (_, median) in times.items()]})
     file.write_text(dumps({"device": backend.device_name(), "problems": stored}))
@@ -276,6 +289,7 @@ FAMILIES = {
     tiles_float32.COST: "precise_float32",
     tiles_float32.COST_OF_TF32: "precise_float32, tf32",
     tiles_float64.COST: "precise_float64",
+    tiles_float64.COST_WITHOUT_VALUES: "precise_float64, without values",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
 }

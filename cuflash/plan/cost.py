@@ -57,6 +57,8 @@ class Cost(NamedTuple):
     """For each byte of what it makes."""
     stream: float = 0
     """For each key and feature of all heads, read once: no number of blocks gets more from memory."""
+    latency_weight: float = 0
+    """Of L: for each row and key of a thread, where a block multiplies nothing while it computes weights."""
 
 
 class Pace(NamedTuple):
@@ -89,6 +91,7 @@ def pace_of(
     if not prepared:
         work += cost.prepare * loads
     latency = cost.latency + cost.latency_load * loads + cost.copy * copies
+    latency += cost.latency_weight * rows * keys / threads
     if stages == 1:
         latency += cost.exposed_copy * copies
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))

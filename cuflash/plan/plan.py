@@ -168,7 +168,7 @@ def _append(problem: Problem, build: Build) -> Append | None:
     if problem.cache is None:
         return None
     num_rows = 2 * prod(problem.batch) * problem.num_heads_kv * problem.cache.num_new
-    num_blocks = -(-num_rows * WARP // APPENDING.num_threads)
+    num_blocks = min(-(-num_rows * WARP // APPENDING.num_threads), MAX_GRID)
     return Append(build.appending(), num_blocks) if num_blocks else None
 
 

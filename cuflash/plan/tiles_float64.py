@@ -46,25 +46,42 @@ _TILES = {
 
 
 COST = Cost(
-    product=5.34e-06,
-    weight=0.00019,
-    load=5.33e-06,
-    tile=0.0131,
-    latency=1.05,
-    latency_load=0.000174,
-    copy=0.000168,
-    exposed_copy=0.0121,
-    block=4.62,
-    block_load=0.0354,
-    merge=5.87,
-    merge_split=0.0743,
-    merge_byte=3.31e-07,
+    product=6.31e-06,
+    weight=1.95e-05,
+    load=8.86e-06,
+    tile=0.23,
+    latency=0.369,
+    latency_load=0.000204,
+    copy=0.000114,
+    exposed_copy=0.00441,
+    block=5.82,
+    block_load=0.0702,
+    merge=3.96,
+    merge_split=0.0279,
+    merge_byte=5.61e-07,
+    latency_weight=0.0752,
+)
+COST_WITHOUT_VALUES = Cost(
+    product=3.66e-06,
+    weight=0.000177,
+    load=5.84e-06,
+    tile=0.0391,
+    latency=0.48,
+    latency_load=0.000308,
+    copy=0.00014,
+    exposed_copy=0.00817,
+    block=5.63,
+    block_load=0.0555,
+    merge=4.66,
+    merge_split=0.215,
+    merge_byte=4.96e-07,
+    latency_weight=0.0454,
 )
 
 
 def float64_cost(traits: Traits) -> Cost:
-    """Constants for the cost model."""
-    return COST
+    """Constants for the cost model: without values there is one copy to wait for in place of two."""
+    return COST if traits.has_values else COST_WITHOUT_VALUES
 
 
 def float64_tiles(traits: Traits, device: Device) -> list[Tile]:

@@ -323,7 +323,8 @@ def test_struct_is_packed_in_order() -> None:
     assert (
         fields["scale"] == [0.25] and fields["window_left"] == [5] and fields["window_right"] == [arguments.OPEN_WINDOW]
     )
-    assert fields["num_splits"] == [1, (1 << 64) - 1] and fields["out_split_stride"] == fields["lse_split_stride"] == [0]
+    assert fields["num_splits"] == [1, (1 << 64) - 1]
+    assert fields["out_split_stride"] == fields["lse_split_stride"] == [0]
     assert fields["seqlen_q"] == [100] and fields["head_tiles"] == [4, (1 << 62) - 1] and fields["head_dim"] == [64]
     assert fields["batch_shape"] == [1, (1 << 64) - 1] * 3 + [2, (1 << 63) - 1]
 

@@ -423,7 +423,7 @@ def fake_cupy() -> SimpleNamespace:
         "random",
     )
     functions = {name: getattr(np, name) for name in names}
-    pool = SimpleNamespace(free_all_blocks=lambda: None)
+    pool = SimpleNamespace(free_all_blocks=lambda: None, free_bytes=lambda: 0)
     return SimpleNamespace(
         **functions,
         bool_=bool,
