@@ -85,14 +85,19 @@ __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, 
         Fragment p[kStepsPerSum][2];
 #pragma unroll
         for (int n = 0; n < 2 * kStepsPerSum; ++n) {
-            const int tile = 2 * first + n;
             float scales[2];
 #pragma unroll
-            for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(place.column(2 * tile + e)) * relative;
+            for (int e = 0; e < 2; ++e) scales[e] = v_rows.scale(first * 16 + place.column(2 * n + e)) * relative;
 #pragma unroll
             for (int r = 0; r < kRows; ++r)
-                pair_of(at(weights, r, 2 * tile) * scales[0], at(weights, r, 2 * tile + 1) * scales[1],
+                pair_of(at(weights, r, 2 * n) * scales[0], at(weights, r, 2 * n + 1) * scales[1],
                         p[n / 2][0][n % 2 * 2 + r], p[n / 2][1][n % 2 * 2 + r]);
+        }
+        // The next ones are where these were: registers have no numbers that a loop could count.
+#pragma unroll
+        for (int n = 2 * kStepsPerSum; n < kKeyTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) weights[n - 2 * kStepsPerSum][i] = weights[n][i];
         }
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; f += kAtOnce) {
