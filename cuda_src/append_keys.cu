@@ -1,8 +1,7 @@
 // Appends keys and values to a cache, in front of the launch that attends to them.
 //
-// Grid: one warp for each new key of one (batch, key head), and one for its value, which copies the row; where they are
-// more than a grid can have, warps copy several. Rows that the cache has no room for, or whose page the table does not
-// name, go nowhere.
+// Grid: one warp for each new key of one (batch, key head), and one for its value, which copies the row. Rows that the
+// cache has no room for, or whose page the table does not name, go nowhere.
 
 #include "common/cache.cuh"
 
@@ -34,10 +33,12 @@ struct Target {
     int num_features;
 };
 
-// Copies the row of this number.
-__device__ __forceinline__ void append_row(const AttentionParams& params, long long idx, long long num_heads) {
+__device__ __forceinline__ void append_keys(const AttentionParams& params) {
+    const long long idx = (static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+    const long long num_heads = divide(params.head_tiles * params.packed_heads, params.group_size);
     const long long plane = divide(idx, params.seqlen_new), row = idx - plane * params.seqlen_new;
     const long long batch = divide(plane, 2 * num_heads), head = (plane - batch * 2 * num_heads) / 2;
+    if (batch >= params.num_batches) return;
     const Target to = plane % 2 == 0
                           ? Target{params.k_new, params.k_new_strides, params.k, params.k_strides, params.head_dim}
                           : Target{params.v_new, params.v_new_strides, params.v, params.v_strides, params.head_dim_v};
@@ -54,15 +55,6 @@ __device__ __forceinline__ void append_row(const AttentionParams& params, long l
     const char* source = to.added + batch * to.added_strides.batch[kBatchAxes - 1];
     source += head * to.added_strides.head + row * to.added_strides.row;
     copy_row(source, to.added_strides.column, const_cast<char*>(target), to.strides.column, to.num_features);
-}
-
-__device__ __forceinline__ void append_keys(const AttentionParams& params) {
-    constexpr int kWarps = kThreads / 32;
-    const long long num_heads = divide(params.head_tiles * params.packed_heads, params.group_size);
-    const long long num_rows = params.num_batches * 2 * num_heads * params.seqlen_new;
-    for (long long idx = static_cast<long long>(blockIdx.x) * kWarps + threadIdx.x / 32; idx < num_rows;
-         idx += static_cast<long long>(gridDim.x) * kWarps)
-        append_row(params, idx, num_heads);
 }
 
 }  // namespace cuflash

@@ -168,7 +168,10 @@ def _append(problem: Problem, build: Build) -> Append | None:
     if problem.cache is None:
         return None
     num_rows = 2 * prod(problem.batch) * problem.num_heads_kv * problem.cache.num_new
-    num_blocks = min(-(-num_rows * WARP // APPENDING.num_threads), MAX_GRID)
+    num_blocks = -(-num_rows * WARP // APPENDING.num_threads)
+    if num_blocks > MAX_GRID:
+        most = MAX_GRID * (APPENDING.num_threads // WARP) // 2
+        raise ValueError(f"k_new has {num_rows // 2} keys in all heads and batches, expected at most {most} on a GPU")
     return Append(build.appending(), num_blocks) if num_blocks else None
 
 

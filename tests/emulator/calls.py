@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from cases import CASES_BY_NAME, fitting
@@ -310,17 +309,13 @@ def _prepared_tokens(emulator: Emulator) -> None:
 
 
 def _appended_rows(emulator: Emulator) -> None:
-    """Rows that lie in vectors where they come from, where they go to, both or none, of whole vectors or not.
-
-    A warp copies some of them, one after the other, where they are more than a grid can have.
-    """
+    """Rows that lie in vectors where they come from, where they go to, both or none, of whole vectors or not."""
     rng, dtype, width = np.random.default_rng(0), _type(emulator), min(32, emulator.spec.max_head_dim)
     for from_step, to_step, features in ((1, 1, width), (2, 1, width), (1, 2, width), (2, 2, width), (1, 1, width - 4)):
         new = rng.standard_normal((3, 1, 2, 3, 64)).astype(dtype)[..., : features * from_step : from_step]
         caches = np.ones((2, 2, 1, 2, 40, 64), dtype)[..., : features * to_step : to_step]
         for call, cache in zip((emulator.attention_with_kv_cache, attention_with_kv_cache), caches, strict=True):
-            with patch("cuflash.plan.plan.MAX_GRID", 2):
-                call(new[0], *cache, seqlens_k=np.array([5]), k_new=new[1], v_new=new[2])
+            call(new[0], *cache, seqlens_k=np.array([5]), k_new=new[1], v_new=new[2])
         assert (caches[0] == caches[1]).all()
 
 

@@ -391,6 +391,21 @@ def test_a_call_without_values() -> None:
         explain(cuflash.attention_lse, q, k, out=q, device=90)
 
 
+def test_more_new_keys_than_a_grid_has_blocks_for_are_refused() -> None:
+    def new(tokens: int) -> StandIn:
+        return StandIn((64, 64, tokens, 1), "float16")
+
+    def explained(tokens: int) -> Any:
+        caches = new(1), new(2**20), new(2**20)
+        return cuflash.explain(
+            cuflash.attention_with_kv_cache, *caches, seqlens_k=0, k_new=new(tokens), v_new=new(tokens), device=90
+        )
+
+    assert explained(2**20 - 1).plan is not None
+    with pytest.raises(ValueError, match="k_new has 4294967296 keys in .*, expected at most 4294967294 on a GPU"):
+        explained(2**20)
+
+
 def test_appended_keys_and_pages_are_named() -> None:
     x = {name: np.empty(shape, np.float16) for name, shape in (("q", (2, 8, 1, 64)), ("new", (2, 2, 1, 64)))}
     pages, lengths = [np.empty((90, 2, 16, 64), np.float16) for _ in range(2)], np.zeros(2, np.int32)
