@@ -402,7 +402,7 @@ def test_more_new_keys_than_a_grid_has_blocks_for_are_refused() -> None:
         )
 
     assert explained(2**20 - 1).plan is not None
-    with pytest.raises(ValueError, match="k_new has 4294967296 keys in .*, expected at most 4294967294 on a GPU"):
+    with pytest.raises(ValueError, match=r"k_new has 4294967296 keys in .*, expected at most 4294967294 on a GPU"):
         explained(2**20)
 
 
