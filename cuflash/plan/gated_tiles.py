@@ -171,11 +171,14 @@ def recurrent_tiles(traits: GatedTraits, device: Device) -> list[GatedTile]:
 
 
 def recurrent_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> Macros:
+    # Half of the registers are too few on older devices, and for float64 on no boundary of its own.
+    alignment = min(traits.input_alignment, traits.result_alignment)
+    shares = device.compute_capability >= 90 and (alignment, traits.computed) != (1, "float64")
     return (
         ("HEAD_DIM", recurrent_bucket(traits.head_dim)),
         ("VARLEN", int(traits.packed)),
         ("SWAPPED_STATES", int(traits.swapped_states)),
-        ("MIN_BLOCKS", 2 if device.compute_capability >= 90 else 1),  # for older ones it would spill
+        ("MIN_BLOCKS", 2 if shares else 1),
     )
 
 
