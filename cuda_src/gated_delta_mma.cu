@@ -262,7 +262,9 @@ struct Loads {
 
     __device__ __forceinline__ Loads(const GatedParams& params, const GatedBlock& block, long long token)
         : params(params), column(block.part * kBlockN) {
-        const long long head_k = divide(block.head, params.group_size), batch = kVarlen ? 0 : block.index;
+        // A division of its own: with a call of `divide` the products lack registers.
+        const long long head_k = block.head / static_cast<unsigned int>(params.group_size.value);
+        const long long batch = kVarlen ? 0 : block.index;
         q = params.q + token_offset(params.q_strides, batch, token, head_k);
         k = params.k + token_offset(params.k_strides, batch, token, head_k);
         v = params.v + token_offset(params.v_strides, batch, token, block.head) + column * params.v_strides.column;
