@@ -125,7 +125,7 @@ def cases() -> list[Case]:
             found.append(case._replace(has_values=False))
     for case in [case for case in found if case.kernel == "precise_float32"]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
-    found += usual_shapes("forward_wgmma")
+    found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (("forward_decode", 8), ("forward_decode", 32), ("forward_wgmma", 1)):
         found += few_queries(kernel, heads_kv)
@@ -165,6 +165,16 @@ def usual_shapes(kernel: str) -> list[Case]:
     for head_dim, (batch, heads, length), causal in product((64, 128, 192, 256), many, (False, True)):
         found.append(Case(kernel, "float16", batch, heads, heads, length, length, head_dim, causal))
     return found
+
+
+def long_squares(kernel: str) -> list[Case]:
+    """16384 tokens of 2048 features, of which longer sequences than elsewhere are made, too."""
+    return [
+        Case(kernel, "float16", 16384 // length, 2048 // head_dim, 2048 // head_dim, length, length, head_dim, causal)
+        for head_dim in (64, 128, 256)
+        for length in (256, 512, 1024, 2048, 4096, 8192, 16384)
+        for causal in (False, True)
+    ]
 
 
 def point_clouds() -> list[Case]:
@@ -382,7 +392,8 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
         features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
         for (tile, splits, time), (*_, called) in zip(one.times, one.called, strict=True):
             walk, max_blocks = walk_of(one.lengths, tile), spec.min_blocks(traits, tile, device)
-            kind = tile, features, max_blocks, 1, spec.prepared_row(traits)
+            beside = spec.prepared_row(traits), spec.walks_on(traits, tile), spec.readers(tile)
+            kind = tile, features, max_blocks, 1, *beside
             rows.append((index, kind, walk, splits, one.lengths, traits.head_dim_v, called, time))
     place = np.array([row[0] for row in rows])
     measured = np.array([row[-1] for row in rows])

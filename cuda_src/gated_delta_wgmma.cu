@@ -221,6 +221,7 @@ __device__ __forceinline__ void load_and_store(const GatedParams& params, const 
     long long left = tokens.end - tokens.begin, left_of_output = left;
     const PanelCopy<kHeadDim> copy_k(params.k_strides.token, params.head_dim, loader);
     const PanelCopy<kHeadDim> copy_q(params.q_strides.token, params.head_dim, loader);
+    k = copy_k.own_part(k), q = copy_q.own_part(q);
 #pragma unroll 1
     for (int chunk = 0; chunk < num_chunks + kStages + (kCarry ? 0 : 2); ++chunk) {
         if (chunk >= kStages) {

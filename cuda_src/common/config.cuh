@@ -44,9 +44,9 @@
 #ifndef CUFLASH_WARPS_PER_ROW
 #define CUFLASH_WARPS_PER_ROW 1
 #endif
-// Threads that load what the others of a block multiply, in kernels where some do.
-#ifndef CUFLASH_PRODUCERS
-#define CUFLASH_PRODUCERS 0
+// Whether warpgroups multiply (wgmma): one for every 64 rows. Other threads load what they multiply, if there are any.
+#ifndef CUFLASH_WARPGROUPS
+#define CUFLASH_WARPGROUPS 0
 #endif
 // Products of pairs of float16 that make one of floats: three, or one, which is what tf32 keeps.
 #ifndef CUFLASH_PRODUCTS
@@ -89,7 +89,7 @@
 
 // How functions are that are too long to be copied wherever they are called. Where warps have registers as they need
 // them, there are none: the compiler would give all of them those of calls.
-#if CUFLASH_PRODUCERS
+#if CUFLASH_WARPGROUPS
 #define CUFLASH_ONE_COPY __forceinline__
 #else
 #define CUFLASH_ONE_COPY __noinline__
@@ -111,7 +111,8 @@ constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
 constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kWarpsPerRow = CUFLASH_WARPS_PER_ROW;
-constexpr int kProducers = CUFLASH_PRODUCERS;
+constexpr bool kWarpgroups = CUFLASH_WARPGROUPS;                      // multiply 64 rows each
+constexpr int kProducers = kWarpgroups ? kThreads - 2 * kBlockM : 0;  // threads that do not multiply
 constexpr int kProducts = CUFLASH_PRODUCTS;
 constexpr bool kPrepared = CUFLASH_PREPARED;
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;

@@ -5,11 +5,12 @@
 
 namespace cuflash {
 
-// Where a batch of an array begins.
+// Where a batch of an array begins, counted along the axes up to `axis`.
 __device__ __forceinline__ const char* batch_address(const AttentionParams& params, const char* array,
-                                                     const Strides& strides, long long batch) {
+                                                     const Strides& strides, long long batch,
+                                                     int axis = kBatchAxes - 1) {
 #pragma unroll 1
-    for (int axis = kBatchAxes - 1; batch != 0; --axis) {
+    for (; batch != 0; --axis) {
         const Divisor& length = params.batch_shape[axis];
         // right either way: the division gives 0 too
         const long long rest = batch < length ? 0 : divide(batch, length);
@@ -26,36 +27,40 @@ struct DensePlace {
     long long m_block;
 };
 
-// Fills in the addresses of a dense call. One thread does this while the block waits.
-__device__ __forceinline__ void map_arrays(const AttentionParams& params, const DensePlace& place, TileMap& tile) {
-    const int head = place.head, head_kv = static_cast<int>(divide(head, params.group_size));
-    tile.q = params.q + head * params.q_strides.head;
-    tile.k = params.k + head_kv * params.k_strides.head;
-    tile.v = params.v + head_kv * params.v_strides.head;
-    tile.out = params.out + head * params.out_strides.head;
-    tile.lse = params.lse + head * params.lse_strides.head;
-    tile.bias = kBiasDtype != 0 ? params.bias + head * params.bias_strides.head : nullptr;
-    tile.mask = kHasMask ? params.mask + head * params.mask_strides.head : nullptr;
-    tile.per_head = head_values(params, head);
-    if constexpr (kPaged) tile.set_pages(pages_of(params, place.batch));
-    long long batch = place.batch;
-#pragma unroll 1
-    for (int axis = kBatchAxes - 1; batch != 0; --axis) {
-        const Divisor& length = params.batch_shape[axis];
-        // right either way: the division gives 0 too
-        const long long rest = batch < length ? 0 : divide(batch, length);
-        const long long index = batch - rest * length;
-        batch = rest;
-        tile.q += index * params.q_strides.batch[axis];
-        if constexpr (!kPaged) tile.k += index * params.k_strides.batch[axis];
-        if constexpr (!kPaged) tile.v += index * params.v_strides.batch[axis];
-        tile.out += index * params.out_strides.batch[axis];
-        tile.lse += index * params.lse_strides.batch[axis];
-        if constexpr (kBiasDtype != 0) tile.bias += index * params.bias_strides.batch[axis];
-        if constexpr (kHasMask) tile.mask += index * params.mask_strides.batch[axis];
-        tile.per_head.advance(params, axis, index);
+// An array as a lane finds its address for a tile: the arrays, their strides and their addresses follow each other in
+// the same order. What it takes from memory does not wait for the place of the tile.
+struct LaneArray {
+    const Strides& strides;
+    const char* address;
+    long long head_stride, batch_stride;
+    int number;
+
+    __device__ __forceinline__ LaneArray(const AttentionParams& params, int lane)
+        // right either way: lanes beyond the last array find nothing
+        : strides((&params.q_strides)[min(lane, kTileArrays - 1)]),
+          // right either way: lanes beyond the last array find nothing
+          address((&params.q)[min(lane, kTileArrays - 1)]),
+          head_stride(strides.head),
+          batch_stride(strides.batch[kBatchAxes - 1]),
+          number(lane) {}
+
+    // Called by all lanes of a warp while the block waits.
+    __device__ __forceinline__ void map(const AttentionParams& params, const DensePlace& place, TileMap& tile) {
+        const bool is_of_keys = number == kTileArrayK || number == kTileArrayV;
+        const long long head_kv = divide(place.head, params.group_size);
+        address += (is_of_keys ? head_kv : place.head) * head_stride;
+        if (!kPaged || !is_of_keys) {
+            const Divisor& length = params.batch_shape[kBatchAxes - 1];
+            // right either way: the division gives 0 too
+            const long long rest = place.batch < length ? 0 : divide(place.batch, length);
+            address += (place.batch - rest * length) * batch_stride;
+            // right either way: no axis is left
+            if (rest != 0) address = batch_address(params, address, strides, rest, kBatchAxes - 2);
+        }
+        if (number < kTileArrays) (&tile.q)[number] = address;
+        if (kPaged && number == 0) tile.set_pages(pages_of(params, place.batch));
     }
-}
+};
 
 __device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params, const DensePlace& place) {
     long long query_offset = params.query_offset_value;

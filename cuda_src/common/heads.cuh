@@ -12,11 +12,6 @@ struct HeadValues {
     const char* alibi_slopes;
     const char* sinks;  // null also for rows that belong to no sequence
 
-    // To a batch that lies `count` further along one of the batch axes.
-    __device__ __forceinline__ void advance(const AttentionParams& params, int axis, long long count) {
-        if constexpr (kHasAlibi) alibi_slopes += count * params.alibi_slopes_strides.batch[axis];
-        sinks += count * params.sinks_strides.batch[axis];
-    }
     __device__ __forceinline__ Accumulator slope(const AttentionParams& params, int head) const {
         return load_float(alibi_slopes + head * params.alibi_slopes_strides.head, params.alibi_slopes_dtype);
     }
@@ -26,12 +21,6 @@ struct HeadValues {
         return load_float(sinks + head * params.sinks_strides.head, params.sinks_dtype);
     }
 };
-
-// Those of the first batch.
-__device__ __forceinline__ HeadValues head_values(const AttentionParams& params, int first_head) {
-    return {kHasAlibi ? params.alibi_slopes + first_head * params.alibi_slopes_strides.head : nullptr,
-            params.sinks + first_head * params.sinks_strides.head};
-}
 
 // Those of a packed sequence, which are counted along the first batch axis. Rows that belong to none have no sink.
 __device__ __forceinline__ HeadValues head_values(const AttentionParams& params, int first_head, long long sequence,

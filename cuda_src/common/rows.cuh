@@ -44,6 +44,8 @@ struct TileMap : TileExtent, Pages<kPaged> {
     const char* mask;
     HeadValues per_head;
 };
+constexpr int kTileArrays = 9;  // their addresses, in the order of AttentionParams, and two of them
+constexpr int kTileArrayK = 1, kTileArrayV = 2;
 
 // Query and head (relative to the tile's first) of one tile row.
 struct Row {

@@ -4,19 +4,29 @@
 #include "common/dense.cuh"
 #include "common/mask.cuh"
 #include "common/varlen.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
+// A tile by the number of its head, counted over all batches, and its own number there.
+struct PlaneTile {
+    long long plane;
+    long long m_block;
+};
+
+__device__ __forceinline__ long long num_planes(const AttentionParams& params) {
+    return params.num_batches * params.head_tiles;
+}
+
 // Tiles follow each other head by head, from the first row on; or else so many heads take turns, those of their tiles
 // first that have the most keys, which are the last ones.
-__device__ __forceinline__ DensePlace dense_place(const AttentionParams& params, long long tile_idx) {
-    const long long num_planes = params.num_batches * params.head_tiles;
+__device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, long long tile_idx) {
     long long plane, m_block;
     if (params.planes_at_once != 0) {
         // right either way: the division gives 0 too
         const long long turn = tile_idx < params.tiles_at_once ? 0 : divide(tile_idx, params.tiles_at_once);
         const long long first_plane = turn * params.planes_at_once;
-        const long long planes = num_planes - first_plane, rest = tile_idx - turn * params.tiles_at_once;
+        const long long planes = num_planes(params) - first_plane, rest = tile_idx - turn * params.tiles_at_once;
         const bool is_whole = planes >= params.planes_at_once;
         m_block = is_whole ? divide(rest, params.planes_at_once) : divide(rest, planes);
         plane = first_plane + rest - m_block * (is_whole ? params.planes_at_once : planes);
@@ -25,11 +35,15 @@ __device__ __forceinline__ DensePlace dense_place(const AttentionParams& params,
         plane = divide(tile_idx, params.num_m_blocks);
         m_block = tile_idx - plane * params.num_m_blocks;
     }
+    return {plane, m_block};
+}
+
+__device__ __forceinline__ DensePlace dense_place(const AttentionParams& params, PlaneTile tile) {
     // right either way: batch and head then come from divisions
     const bool counts_on = params.num_batches == 1 || params.heads_continue;
     // right either way: the other side divides
-    const long long batch = counts_on ? 0 : divide(plane, params.head_tiles);
-    return {batch, static_cast<int>((plane - batch * params.head_tiles) * params.packed_heads), m_block};
+    const long long batch = counts_on ? 0 : divide(tile.plane, params.head_tiles);
+    return {batch, static_cast<int>((tile.plane - batch * params.head_tiles) * params.packed_heads), tile.m_block};
 }
 
 // Leaves the block one split of the keys that its tile sees: one more bound on what its rows see, so that kernels need
@@ -54,6 +68,22 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, long l
     if (split != 0) tile.per_head.leave_out_sink();  // one more logit per row, not per split
 }
 
+// Fills `tile` for a tile of a dense call. Called by all threads of a warp; true for the first of them, which has
+// `keys` too.
+__device__ __forceinline__ bool map_dense_tile(const AttentionParams& params, PlaneTile plane_tile, TileMap& tile,
+                                               TileKeys& keys) {
+    const int lane = thread_index_again() % 32;
+    LaneArray array(params, lane);
+    const DensePlace place = dense_place(params, plane_tile);
+    array.map(params, place, tile);
+    __syncwarp();
+    if (lane != 0) return false;
+    const TileExtent extent = dense_extent(params, place);
+    static_cast<TileExtent&>(tile) = extent;
+    keys = tile_keys(params, extent);
+    return true;
+}
+
 // Number of the block's tile; its splits have the same.
 __device__ __forceinline__ long long tile_of_block(const AttentionParams& params) {
     const long long block = params.first_block + blockIdx.x;
@@ -68,22 +98,19 @@ __device__ __forceinline__ long long tile_of_block(const AttentionParams& params
 // not help L2: grids with splits are resident as a whole, or nearly.
 __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap& tile, TileKeys& keys) {
     const long long tile_idx = tile_of_block(params);
-    TileMap mapped;
     if constexpr (kVarlen) {
         if (threadIdx.x == 0) tile.num_rows = 0;
         __syncwarp();
+        TileMap mapped;
         if (!map_packed_tile(params, tile_idx, mapped)) return false;
+        keys = tile_keys(params, mapped);
+        tile = mapped;
     } else {
-        if (threadIdx.x != 0) return false;
-        const DensePlace place = dense_place(params, tile_idx);
-        map_arrays(params, place, mapped);
-        static_cast<TileExtent&>(mapped) = dense_extent(params, place);
+        if (!map_dense_tile(params, plane_tile(params, tile_idx), tile, keys)) return false;
     }
-    keys = tile_keys(params, mapped);
     // right either way: one split is all keys
     if (params.num_splits > 1)
-        take_split(params, params.first_block + blockIdx.x - tile_idx * params.num_splits, mapped, keys);
-    tile = mapped;
+        take_split(params, params.first_block + blockIdx.x - tile_idx * params.num_splits, tile, keys);
     return true;
 }
 

@@ -14,6 +14,10 @@ struct KeyWalk {
     int last_keys;
     int inner_begin, inner_end;
 
+    // The same walk, whose tiles are numbered from `first` on.
+    __device__ __forceinline__ KeyWalk numbered_from(int first) const {
+        return {begin, num_tiles + first, last_keys, inner_begin + first, inner_end + first};
+    }
     __device__ __forceinline__ long long first_key(int index) const {
         return begin + static_cast<long long>(num_tiles - 1 - index) * kBlockN;
     }
@@ -40,10 +44,15 @@ __device__ __forceinline__ KeyWalk key_walk(const TileKeys& keys) {
 template <bool kInRegisters>
 struct WalkKeeper {
     using Type = KeyWalk;
+
+    // With its tiles numbered from `first` on, which is 0 where it is read.
+    static __device__ __forceinline__ KeyWalk keep(const KeyWalk& walk, int first) { return walk.numbered_from(first); }
 };
 template <>
 struct WalkKeeper<false> {
     using Type = const KeyWalk&;
+
+    static __device__ __forceinline__ const KeyWalk& keep(const KeyWalk& walk, int) { return walk; }
 };
 using KeptWalk = WalkKeeper<kKeepWalk>::Type;
 

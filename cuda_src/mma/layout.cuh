@@ -21,13 +21,13 @@ constexpr int kRowTiles = kRowsPerWarp / 16;
 constexpr int kRows = 2 * kRowTiles;  // of a lane
 constexpr int kWarpKeys = kBlockN / kWarpsPerRow, kWarpFeatures = kHeadDimV / kWarpsPerRow;
 constexpr int kKeyTiles = kWarpKeys / 8, kFeatureTiles = kWarpFeatures / 8;
-constexpr int kColumns = 2 * kKeyTiles;                                  // of a lane, in each of its rows
-constexpr int kRun = kProducers != 0 ? 2 : kWarpKeys % 32 == 0 ? 8 : 4;  // of them that are neighbours
+constexpr int kColumns = 2 * kKeyTiles;                              // of a lane, in each of its rows
+constexpr int kRun = kWarpgroups ? 2 : kWarpKeys % 32 == 0 ? 8 : 4;  // of them that are neighbours
 constexpr int kStepsK = kHeadDim / 16, kStepsV = kBlockN / 16;
 constexpr bool kBfloat16 = kDtype == CUFLASH_BFLOAT16;
 
 // Padding by 16 bytes puts the eight rows that a matrix is loaded from into different banks.
-constexpr int kPitchK = (kProducers != 0 ? (kHeadDim + 63) / 64 * 64 : kHeadDim) + 8;
+constexpr int kPitchK = (kWarpgroups ? (kHeadDim + 63) / 64 * 64 : kHeadDim) + 8;
 constexpr int kPitchV = (kHasValues ? kHeadDimV : 0) + 8, kPitchP = kBlockN + 8;
 constexpr int kPitchQ = kPitchK > kPitchV ? kPitchK : kPitchV;  // the output passes through the rows of Q
 constexpr int kRowBytesQ = 2 * kPitchQ, kRowBytesK = 2 * kPitchK, kRowBytesV = 2 * kPitchV, kRowBytesP = 2 * kPitchP;

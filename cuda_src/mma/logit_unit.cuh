@@ -11,7 +11,7 @@ constexpr bool kPerRow = kHasRowTerms;              // logits need more than the
 // Features alone, which have a short form, see mma/logits.cuh.
 constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
 // Slopes alone are part of what products are added to, but where other instructions must not touch that.
-constexpr bool kShiftedLogits = kOnlySlopes && kProducers == 0;
+constexpr bool kShiftedLogits = kOnlySlopes && !kWarpgroups;
 
 // Logits are left in a unit that saves a multiplication where one will do, as the exponential multiplies all the same.
 struct LogitUnit {

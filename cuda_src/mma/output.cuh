@@ -65,10 +65,15 @@ __device__ __forceinline__ RowTotal total_of_lane(const RowStates& states, Excha
     return total;
 }
 
-// Stores the warp's features of 16-bit output, which lie in its rows of `staging`; `address` is that of the row that
-// the lane has finished.
+// Where the rows of 16-bit output go: each has its address behind its features, for either of the warps that share it.
+// Shuffles would do, but for those in loops the compiler gives up what it knows to be the same for all lanes.
+__device__ __forceinline__ char*& address_behind(Element (&row)[kPitchQ], const Warp& warp) {
+    return reinterpret_cast<char**>(&row[kPitchQ - 8])[warp.share];
+}
+
+// Stores the warp's features of 16-bit output, which lie in its rows of `staging` with their addresses.
 __device__ __forceinline__ void store_staged_rows(const AttentionParams& params, const TileMap& tile,
-                                                  const Element (*staging)[kPitchQ], char* address, const Warp& warp) {
+                                                  Element (*staging)[kPitchQ], const Warp& warp) {
     constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors), kAtOnce = 32 / kLanes;
     const int lane = warp.lane, own_row = lane / kLanes;
     const int column = warp.share * kWarpFeatures + lane % kLanes * 8;
@@ -89,7 +94,8 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
         }
     } else {
 #pragma unroll 1
-        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) store(pass, address_of_lane(address, pass + own_row));
+        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce)
+            store(pass, address_behind(staging[pass + own_row], warp));
     }
 }
 
@@ -127,7 +133,10 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
             else if (row_address) store_output(params, row_address, column, values);
         }
     }
-    if constexpr (sizeof(OutElement) == 2) store_staged_rows(params, tile, staging, address, warp);
+    if constexpr (sizeof(OutElement) == 2) {
+        if (lane < kRowsPerWarp) address_behind(staging[lane], warp) = address;
+        store_staged_rows(params, tile, staging, warp);
+    }
 }
 
 }  // namespace cuflash

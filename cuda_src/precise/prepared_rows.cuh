@@ -78,7 +78,7 @@ __device__ __forceinline__ PreparedKeys prepared_keys(const AttentionParams& par
         if (params.k_strides.row != 0) row += tokens_before(tile.k, params.k, params.k_strides, head);
         else if (params.v_strides.row != 0) row += tokens_before(tile.v, params.v, params.v_strides, head);
     } else {
-        const DensePlace place = dense_place(params, tile_idx);
+        const DensePlace place = dense_place(params, plane_tile(params, tile_idx));
         const long long num_heads = params.head_tiles * params.packed_heads;
         row = divide(place.batch * num_heads + place.head, params.group_size) * params.seqlen_k;
     }

@@ -28,18 +28,20 @@ struct PanelCopy {
     static constexpr int kPanels = (kWidth + 63) / 64, kStep = 16;  // swizzles repeat every eight rows
     long long stride;
     int row, piece;          // the first 16 bytes that are the thread's
+    int offset;              // of where they go
     int num_bytes[kPanels];  // of them that the array has: all or none
 
     __device__ __forceinline__ PanelCopy(long long stride, int num_features, int thread)
-        : stride(stride), row(thread / 8), piece(thread % 8) {
+        : stride(stride), row(thread / 8), piece(thread % 8), offset(row * 128 + (piece ^ row % 8) * 16) {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) num_bytes[panel] = panel * 64 + piece * 8 < num_features ? 16 : 0;
     }
+    // Where the thread's part of the rows from here on begins.
+    __device__ __forceinline__ const char* own_part(const char* rows) const { return rows + row * stride + piece * 16; }
     // Rows from `num_rows` on become zeros; kWhole: there are none. With kReversed the last 16 come first.
     template <bool kWhole, bool kReversed = false, int kNumRows>
     __device__ __forceinline__ void load(Panels<kNumRows, kWidth>& target, const char* source, int num_rows) const {
-        const SharedAddress first = shared_address(&target.rows[0][row][0]) + (piece ^ row % 8) * 16;
-        source += row * stride + piece * 16;
+        const SharedAddress first = shared_address(target.rows) + offset;
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
             const int place = kReversed ? kNumRows - kStep - i : i;

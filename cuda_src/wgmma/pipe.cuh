@@ -8,23 +8,27 @@ namespace cuflash {
 
 constexpr int kGroupThreads = 128, kConsumers = kNumWarps / 4;  // warpgroups that multiply
 
-// Buffers for tiles, tile i in buffer i % kStages.
+// Buffers that loaders fill and warpgroups read, the i-th time buffer i % kBuffers.
+template <int kBuffers>
 struct Pipe {
-    Mbarrier ready[kStages], released[kStages];
+    Mbarrier ready[kBuffers], released[kBuffers];
 
     // Called by one thread, before a barrier of the block.
-    __device__ __forceinline__ void init() {
+    __device__ __forceinline__ void init(int num_filling_warps, int num_reading_warps) {
 #pragma unroll
-        for (int stage = 0; stage < kStages; ++stage) {
-            mbarrier_init(ready[stage], kProducers / 32);
-            mbarrier_init(released[stage], kNumWarps);
+        for (int buffer = 0; buffer < kBuffers; ++buffer) {
+            mbarrier_init(ready[buffer], num_filling_warps);
+            mbarrier_init(released[buffer], num_reading_warps);
         }
     }
-    __device__ __forceinline__ void wait_until_free(int i) { mbarrier_wait(released[i % kStages], i / kStages - 1); }
-    __device__ __forceinline__ void arrive_with_copies(int i) { mbarrier_arrive_with_copies(ready[i % kStages]); }
-    // To be followed by fence_async_proxy(), before the products.
-    __device__ __forceinline__ void wait_until_ready(int i) { mbarrier_wait(ready[i % kStages], i / kStages); }
-    __device__ __forceinline__ void release(int i) { mbarrier_release(released[i % kStages]); }
+    __device__ __forceinline__ void wait_until_free(int i) { mbarrier_wait(released[i % kBuffers], i / kBuffers - 1); }
+    __device__ __forceinline__ void arrive(int i) { mbarrier_arrive(ready[i % kBuffers]); }
+    __device__ __forceinline__ void arrive_with_copies(int i) { mbarrier_arrive_with_copies(ready[i % kBuffers]); }
+    // Before products by what has been copied, fence_async_proxy() is to follow.
+    __device__ __forceinline__ void wait_until_ready(int i) { mbarrier_wait(ready[i % kBuffers], i / kBuffers); }
+    __device__ __forceinline__ void release(int i) { mbarrier_release(released[i % kBuffers]); }
+    // The same where lanes have read, not products.
+    __device__ __forceinline__ void release_read(int i) { mbarrier_arrive(released[i % kBuffers]); }
 };
 
 // Warpgroups issue the products of a tile one after the other: one multiplies while others compute weights.

@@ -37,6 +37,7 @@ LENGTHS: Fields = (
     ("planes_at_once", DIVISOR),
     ("tiles_at_once", DIVISOR),
     ("heads_continue", "q"),
+    ("num_pairs", "q"),
     ("first_block", "q"),
 )
 SPLITS: Fields = (
@@ -200,6 +201,7 @@ class Packer:
             planes_at_once=divisor(planes_at_once),
             tiles_at_once=divisor(planes_at_once * num_m_blocks),
             heads_continue=plan.num_batches > 1 and not varlen and _heads_continue(problem, plan, strides),
+            num_pairs=plan.num_pairs,
             first_block=first_block,
         )
         steps = _varlen_strides(strides) if varlen else self._dense_strides(strides)

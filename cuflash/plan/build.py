@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..problem.problem import Traits
 from ..settings import Settings
 from .axes import BATCH_AXES
-from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded, walk_of, walks_on
 from .features import Macros, feature_macros
 from .partial import partial_traits
 from .table import KERNELS, Device, KernelSpec, Tile, choose_row
@@ -57,6 +57,8 @@ class Build:
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
                 self.spec.prepared_row(traits),
+                self.spec.walks_on(traits, tile),
+                self.spec.readers(tile),
             )
             for tile in self.tiles
         ]
@@ -76,6 +78,14 @@ class Build:
                 f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
             )
         return choice
+
+    def resident_blocks(self, tile: Tile, lengths: Lengths) -> int:
+        """Blocks that the device holds, if they are to go on from tile to tile; 0: each has one."""
+        for pace in self._paces:
+            if pace.next_tile and pace.tile == tile:
+                multiprocessors = self._device.num_multiprocessors
+                return len(pace.times) * multiprocessors * walks_on(pace, walk_of(lengths, tile), multiprocessors)
+        return 0
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
         """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""

@@ -28,7 +28,7 @@ class Cost(NamedTuple):
     weight: float
     """Of T: for each row and key."""
     load: float
-    """Of T: for each key and feature, and each four warps that read it."""
+    """Of T: for each key and feature, and each time that four warps read it."""
     tile: float
     """Of T: for each tile."""
     latency: float
@@ -59,6 +59,8 @@ class Cost(NamedTuple):
     """For each key and feature of all heads, read once: no number of blocks gets more from memory."""
     latency_weight: float = 0
     """Of L: for each row and key of a thread, where a block multiplies nothing while it computes weights."""
+    next_tile: float = 0
+    """For each tile that a block goes on with, in place of `block`."""
 
 
 class Pace(NamedTuple):
@@ -74,6 +76,8 @@ class Pace(NamedTuple):
     """For a launch before it, and for each key of each key head; zeros if there is none."""
     stream: float
     """For each key of each key head, read once."""
+    next_tile: float = 0
+    """Of a tile that a block goes on with, beside its keys; 0: none does."""
 
 
 def pace_of(
@@ -83,11 +87,17 @@ def pace_of(
     max_blocks: int,
     most_splits: int = MAX_SPLITS,
     prepared_row: tuple[int, int] = (0, 0),
+    walks_on: bool = False,
+    readers: float = 0,
 ) -> Pace:
-    """Work out the times of a tile of which a multiprocessor holds `max_blocks`."""
+    """Work out the times of a tile of which a multiprocessor holds `max_blocks`.
+
+    `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
+    """
     rows, keys, threads, stages, prepared = tile
     loads, copies = keys * features, keys * features / threads
-    work = cost.product * rows * loads + cost.weight * rows * keys + cost.load * loads * threads / 128 + cost.tile
+    work = cost.product * rows * loads + cost.weight * rows * keys + cost.tile
+    work += cost.load * loads * (readers or threads / 128)
     if not prepared:
         work += cost.prepare * loads
     latency = cost.latency + cost.latency_load * loads + cost.copy * copies
@@ -97,7 +107,7 @@ def pace_of(
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features)
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile if walks_on else 0)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -195,7 +205,7 @@ def cheapest(
         if pace.tile.prepared and not prepares:
             continue
         walk = walk_of(lengths, pace.tile)
-        num_tiles, num_steps, average, _ = walk
+        num_tiles, num_steps, average, *_ = walk
         times = pace.times
         if num_tiles * num_steps * average * times[-1] >= best.time * len(times) * multiprocessors:
             continue  # even if nothing waited for anything
@@ -236,6 +246,8 @@ class Walk(NamedTuple):
     """Of that number, what tiles walk through on average."""
     num_keys: int
     """Of all key heads."""
+    num_pairs: int = 0
+    """Of tiles, of one head and the next."""
 
 
 def walk_of(lengths: Lengths, tile: Tile) -> Walk:
@@ -243,19 +255,20 @@ def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     rows, block_n = tile.block_m, tile.block_n
     queries, group_size, num_planes, keys, later_keys, width, _ = lengths
     packed_heads = heads_per_tile(lengths, rows)
-    num_tiles = -(-queries * packed_heads // rows) * (num_planes // packed_heads)
+    tiles_of_plane, planes = -(-queries * packed_heads // rows), num_planes // packed_heads
+    num_tiles, num_pairs = tiles_of_plane * planes, tiles_of_plane * -(-planes // 2)
     tile_queries = max(min(rows // packed_heads, queries), 1)
     if width is not None:
         keys = min(keys, width + tile_queries - 1)
     num_keys = keys * (num_planes // max(group_size, 1))
     later_keys = min(later_keys, keys) - tile_queries + 1
     if later_keys <= 0 or keys == 0:
-        return Walk(num_tiles, -(-keys // block_n), 1.0, num_keys)
+        return Walk(num_tiles, -(-keys // block_n), 1.0, num_keys, num_pairs)
     if later_keys < queries:
         fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
     else:
         fewer = later_keys - (queries - tile_queries) / 2
-    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0), num_keys)
+    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0), num_keys, num_pairs)
 
 
 def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
@@ -265,7 +278,24 @@ def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
 
 def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     """Time of all blocks."""
-    return max(_time_of_blocks(pace, walk, multiprocessors, splits), pace.block + pace.stream * walk.num_keys)
+    time = _time_of_blocks(pace, walk, multiprocessors, splits)
+    if splits == 1 and pace.next_tile:
+        time = min(time, _time_of_pairs(pace, walk, multiprocessors))
+    return max(time, pace.block + pace.stream * walk.num_keys)
+
+
+def walks_on(pace: Pace, walk: Walk, multiprocessors: int) -> bool:
+    """Whether blocks take less time that go from pair to pair of tiles."""
+    if not pace.next_tile:
+        return False
+    return _time_of_pairs(pace, walk, multiprocessors) < _time_of_blocks(pace, walk, multiprocessors, 1)
+
+
+def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:
+    """Time of as many blocks as the device holds, all of which have equally much to do."""
+    rounds = -(-walk.num_pairs // (len(pace.times) * multiprocessors))
+    tiles = 2 * (pace.next_tile + walk.num_steps * walk.average * pace.times[-1])
+    return pace.block - pace.next_tile + rounds * tiles
 
 
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:

@@ -52,10 +52,12 @@ class Plan(NamedTuple):
     program: Program
     tile: Tile
     num_blocks: int
-    """Tiles times splits."""
+    """Tiles times splits, or as many as the device holds."""
     workspace: int
     """Bytes of scratch memory in global memory."""
     num_batches: int
+    num_pairs: int
+    """Of tiles that blocks go through; 0: each has one tile."""
     num_m_blocks: int
     group_size: int
     packed_heads: int
@@ -120,18 +122,25 @@ def make_plan(
     num_batches = 1
     for _, length in batch_axes:
         num_batches *= length
+    num_planes = problem.num_heads_q // packed_heads * num_batches
+    num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
+    resident_blocks = 0 if is_split else build.resident_blocks(tile, lengths)
+    if resident_blocks:
+        num_pairs = num_m_blocks * -(-num_planes // 2)
+        num_blocks = min(num_pairs, resident_blocks)
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
         build.program(tile, is_split),
         tile,
-        num_m_blocks * (problem.num_heads_q // packed_heads) * num_batches * num_splits,
+        num_blocks,
         workspace,
         num_batches,
+        num_pairs,
         num_m_blocks,
         lengths.group_size,
         packed_heads,
-        _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
+        0 if num_pairs else _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
         batch_axes,
         outer_axes,
         num_splits,

@@ -8,8 +8,6 @@ from .features import Macros
 from .tiles import Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 _BUCKETS = (64, 96, 128, 192, 256)
-_PRODUCERS = 128
-"""Threads that load."""
 
 
 def wgmma_bucket(head_dim: int) -> int:
@@ -30,46 +28,59 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
 
 def wgmma_macros(traits: Traits) -> Macros:
     """What only forward_wgmma.cu is told."""
-    return (("PRODUCERS", _PRODUCERS),)
+    return (("WARPGROUPS", 1),)
+
+
+def wgmma_walks_on(traits: Traits, tile: Tile) -> bool:
+    """`kWalksOn` in forward_wgmma.cu."""
+    if traits.op == "attention_varlen" or tile.block_m != 128:
+        return False
+    return max(wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)) <= 128
+
+
+def wgmma_readers(tile: Tile) -> float:
+    """Warpgroups that multiply, and one that loads, be it one of them."""
+    return tile.block_m / 64 + 1
 
 
 def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wgmma.cu."""
     panels, panels_v = (round_up(wgmma_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))
     pitch = max(panels, wgmma_bucket(traits.head_dim_v)) + 8
-    elements = tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
-    maxima, exchange = 64 * (tile.num_threads - _PRODUCERS) // 32, 128
-    barriers = 8 * (4 * tile.stages + tile.block_m // 64)
-    beside = tile.block_m * 48 + maxima + exchange + tile_map_bytes(traits) + 24 + 52 + barriers
+    places = 2 if wgmma_walks_on(traits, tile) else 1
+    elements = places * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
+    maxima, exchange = 4 * tile.block_m, 128
+    barriers = 8 * (4 * places + 4 * tile.stages + tile.block_m // 64)
+    place = tile_map_bytes(traits) + 32
+    beside = tile.block_m * 48 + maxima + exchange + places * place + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 
 
-# A warpgroup has 64 rows; where these are all, two or three blocks share a multiprocessor, one of which begins or ends
-# while others multiply. Measured on an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446,
-# 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512
-# keys: head_dim 64 192x128 292 / 151, 64x64 298 / 192.
+# A warpgroup has 64 rows; where these are all, it loads for itself, and up to four blocks share a multiprocessor, one
+# of which begins or ends while others multiply. On an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128
+# 485 / 446, 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an
+# H100 at 512 keys: head_dim 64 192x128 292 / 150, 64x64 337 / 223.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
-    Tile(64, 64, 256, 2),
+    Tile(64, 64, 128, 2),
 )  # fmt: skip
 
-# As fitted, but for two that have gained since: `merge`, measured as differences of whole calls, and `block` (5.7),
-# with which choices among tiles and kernels are those measured at 256 to 1024 keys.
 COST = Cost(
-    product=6.05e-08,
-    weight=5.58e-05,
-    load=2.3e-06,
-    tile=0.0311,
-    latency=0.38,
-    latency_load=2.09e-05,
+    product=2.12e-07,
+    weight=1.3e-05,
+    load=8.16e-06,
+    tile=0,
+    latency=0.388,
+    latency_load=1.71e-05,
     copy=0,
     exposed_copy=0,
-    block=3.7,
-    block_load=0.0235,
-    merge=3.5,
-    merge_split=0.0142,
-    merge_byte=2.31e-07,
+    block=6.45,
+    block_load=0,
+    merge=6.36,
+    merge_split=0.0299,
+    merge_byte=1.81e-07,
     stream=4.82e-07,
+    next_tile=4.4,
 )
 
 
@@ -99,11 +110,12 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
 
 
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
-    """One block has a multiprocessor for itself, or two or three if they are small.
+    """One block has a multiprocessor for itself, or two to four if they are small.
 
-    Three have 128 registers for each thread that multiplies.
+    Four have 128 registers a thread, which is too few for more than the plainest output.
     """
     if tile.block_m > 64:
         return 1
-    most = 3 if wgmma_bucket(traits.head_dim_v) <= 64 and not traits.alibi_slopes else 2
+    is_plain = not traits.num_terms and traits.out_dtype != "float32"
+    most = 4 if wgmma_bucket(traits.head_dim_v) <= 64 and is_plain else 3
     return min(most, blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile)))

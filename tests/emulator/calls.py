@@ -23,6 +23,7 @@ from kernels.test_forward_mma import (
     steps_of_heads,
     turns,
 )
+from kernels.test_forward_wgmma import walks
 from kernels.test_precise import assert_precise, draw
 
 from cuflash import attention, attention_with_kv_cache, reference
@@ -390,6 +391,7 @@ CALLS: dict[str, Call] = {
     "prepared": _prepared,
     "prepared tokens": _prepared_tokens,
     "turns": turns,
+    "walks": walks,
     "steps_of_heads": steps_of_heads,
     "alibi": alibi,
     "alibi_few": alibi_with_few_registers,

@@ -24,6 +24,7 @@ from cuflash.plan.cost import (
     time_of,
     time_of_a_split,
     walk_of,
+    walks_on,
 )
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, Tile
@@ -90,8 +91,9 @@ def test_heads_share_a_tile_that_one_does_not_fill() -> None:
 
 
 def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
-    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, (1024 + 64) / 2048, 1024)
-    assert walk_of(Lengths(1024, 1, 1, 1024, 0, None), Tile(64, 64, 128)) == Walk(16, 16, 1.0, 1024)
+    average = (1024 + 64) / 2048
+    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, average, 1024, 16)
+    assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
 
 
 PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.001)
@@ -116,6 +118,15 @@ def test_blocks_come_in_waves(num_tiles: int, splits: int, expected: float) -> N
 def test_memory_is_a_limit() -> None:
     """However many blocks share the work, each key is read once."""
     assert time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 1) == time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 4) == 2 + 100
+
+
+def test_blocks_walk_on_where_there_are_many_tiles() -> None:
+    """In place of four waves of all blocks; one wave is there already."""
+    pace = PACE._replace(next_tile=0.5)
+    many, one = Walk(4 * 264, 8, 1.0, 512, 2 * 264), Walk(264, 8, 1.0, 512, 132)
+    assert walks_on(pace, many, 132) and not walks_on(pace, one, 132) and not walks_on(PACE, many, 132)
+    assert time_of(pace, many, 132, 1) == 2 - 0.5 + 4 * (0.5 + 8 * 1.5) < time_of(PACE, many, 132, 1)
+    assert time_of(pace, one, 132, 1) == time_of(PACE, one, 132, 1)
 
 
 def test_blocks_of_different_lengths_drift_apart() -> None:

@@ -94,7 +94,7 @@ CASES: list[tuple[str, Problem, int]] = [
     ("D=64 Dv=128", dense(gpu((4, 16, 999, 64)), v=gpu((4, 16, 999, 128))), 90),
     ("D=256 Dv=64", dense(gpu((4, 16, 999, 256)), v=gpu((4, 16, 999, 64))), 90),
     ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
-    ("GQA, many queries", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
+    ("GQA, many", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
     ("MQA, 7", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
     ("digits", dense(gpu((597, 64), "float32"), gpu((1200, 64), "float32"), gpu((1200, 10), "float32")), 90),
@@ -137,8 +137,8 @@ float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1, 8 at once
-bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
+bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
 float32 D=128 causal, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x3, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
@@ -169,10 +169,10 @@ float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 96/96, align 16, x1
-float16 D=96, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 96/96, align 16, x1
-float16 D=112, forward_wgmma, 128x128x2/384, grid 2048, 173056 B, batch 0:4, D 128/128, align 16, x1
+float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
+float16 D=80, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1, walks on
+float16 D=96, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1, walks on
+float16 D=112, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
 float16 D=160, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
 float16 D=192, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
@@ -200,11 +200,11 @@ tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 12
 bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
 D=192 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 222208 B, batch 0:4, D 192/128, align 16, x1
-D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 140288 B, batch 0:4, D 64/128, align 16, x1
+D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1, walks on
 D=256 Dv=64, forward_wgmma, 128x96x2/384, grid 512, 197632 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many queries, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
-MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 128x128x2/384, grid 132, 208896 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1, walks on
+MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 208896 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
@@ -216,21 +216,21 @@ no queries, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, alig
 no keys, forward_decode, 16x32/128, grid 8, 26016 B, batch 0:2, D 64/64, align 16, x2
 no batch, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:0, D 64/64, align 16, x2
 no heads, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
-(B, N, H, D) swapped, forward_wgmma, 192x128x2/512, grid 384, 104448 B, batch 0:4, D 64/64, align 16, x1
-three batch axes, forward_wgmma, 128x128x2/384, grid 120, 91136 B, batch 0:2 1:3 2:5, D 64/64, align 16, x1
+(B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 46080 B, batch 0:4, D 64/64, align 16, x4
+three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
 batch of q broadcast, forward_decode, 16x32/128, grid 252, 26016 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
 D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
 every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_wgmma, 64x64x2/256, grid 4096, 46080 B, batch 0:4, D 64/64, align 16, x3, 16 at once, softcap
+softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_wgmma, 128x128x2/384, grid 2048, 91136 B, batch 0:4, D 64/64, align 16, x1
+sinks alibi_slopes, forward_wgmma, 128x128x2/384, grid 132, 110592 B, batch 0:4, D 64/64, align 16, x1, walks on
 out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1, out=float32
-varlen, forward_wgmma, 192x128x2/512, grid 832, 104448 B, D 64/64, align 16, x1, varlen
+varlen, forward_wgmma, 64x64x2/128, grid 2208, 46080 B, D 64/64, align 16, x4, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, varlen
 varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, varlen
@@ -263,6 +263,7 @@ def row(name: str, problem: Problem, capability: int) -> str:
         f"align {macros['ALIGNMENT']}",
         f"x{macros['MIN_BLOCKS']}",
         f"{plan.planes_at_once} at once" if plan.planes_at_once else "",
+        "walks on" if plan.num_pairs else "",
         " ".join(chosen).replace("CUFLASH_", "").lower(),
     )
     return ", ".join(cell for cell in cells if cell)
@@ -441,7 +442,8 @@ def test_build_key_holds_no_lengths() -> None:
             dense(swapped((batch, heads, length, 64)), query_offset=length),
         )
     ]
-    assert len({plan.program.macros for plan in plans}) == len({(plan.tile, plan.num_splits > 1) for plan in plans})
+    kinds = {(plan.kernel, plan.tile, plan.num_splits > 1) for plan in plans}
+    assert len({(plan.kernel, plan.program.macros) for plan in plans}) == len(kinds)
 
 
 @pytest.mark.parametrize(

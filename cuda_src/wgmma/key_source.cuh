@@ -1,0 +1,91 @@
+// K and V as a warpgroup that multiplies by them meets them: loaded by others, or by itself.
+#pragma once
+
+#include "wgmma/load.cuh"
+
+namespace cuflash {
+
+// The same value, known to be the same for all lanes, as products in a branch that might be taken by some would wait
+// for each other.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// Number of the warpgroup, found again.
+__device__ __forceinline__ int group_of_thread() { return uniform(thread_index_again() / kGroupThreads); }
+
+// Where a warpgroup's K and V come from: others load them, and wait until they are through with.
+struct KeysOfOthers {
+    SharedTiles& shared;
+    int group;
+
+    __device__ __forceinline__ KeysOfOthers(const AttentionParams&, SharedTiles& shared, const Place&, int group)
+        : shared(shared), group(group) {}
+    // Those of the block's first tile its warpgroups load.
+    __device__ __forceinline__ void wait_for_queries(int number) {
+        if (number != 0) {
+            shared.next_queries.wait_until_ready(number - 1);
+        } else {
+            cp_async_wait();
+            fence_async_proxy();
+            barrier_wait(1 + group, kGroupThreads);
+        }
+    }
+    __device__ __forceinline__ int own_group() const { return kFewRegisters ? group_of_thread() : group; }
+
+    // Waits for K and V, before products by them.
+    __device__ __forceinline__ void wait_for_keys(int i) { shared.keys.wait_until_ready(i); }
+    __device__ __forceinline__ void wait_for_values(int i) { shared.values.wait_until_ready(i); }
+    __device__ __forceinline__ void see() { fence_async_proxy(); }
+    // Products by K of tile i, and by V of the one before, are issued in between.
+    __device__ __forceinline__ void begin_products(int i) { shared.turns.wait(own_group(), i); }
+    template <bool kFirst>
+    __device__ __forceinline__ void end_products(int) {
+        shared.turns.pass(own_group());
+    }
+    // Products by them are over.
+    __device__ __forceinline__ void release_keys(int i) { shared.keys.release(i); }
+    __device__ __forceinline__ void release_values(int i) { shared.values.release(i); }
+};
+// It is alone in its block, and loads them itself, a tile ahead.
+struct OwnKeys : KeyLoader {
+    const KeyWalk& walk;
+    int group;
+
+    __device__ __forceinline__ OwnKeys(const AttentionParams& params, SharedTiles& shared, const Place& place,
+                                       int group)
+        : KeyLoader(params, shared, place, threadIdx.x), walk(place.walk), group(group) {
+        // right either way: zeros that nobody reads
+        if (walk.num_tiles > 0) load_keys<false>(0, walk.last_keys);
+    }
+    // Where keys follow, they are waited for together.
+    __device__ __forceinline__ void wait_for_queries(int) {
+        if (walk.num_tiles == 0) see();  // right either way: they are waited for once more
+    }
+    __device__ __forceinline__ int own_group() const { return group; }
+
+    __device__ __forceinline__ void wait_for_keys(int) {}
+    __device__ __forceinline__ void wait_for_values(int) {}
+    __device__ __forceinline__ void see() {
+        cp_async_wait();
+        fence_async_proxy();
+        __syncthreads();
+    }
+    __device__ __forceinline__ void begin_products(int) {}
+    template <bool kFirst>
+    __device__ __forceinline__ void end_products(int i) {
+        if (i + 1 < walk.num_tiles) load_keys<true>(i + 1, kBlockN);
+        load_values<!kFirst>(i, kFirst ? walk.last_keys : kBlockN);
+    }
+    __device__ __forceinline__ void release_keys(int) {}
+    __device__ __forceinline__ void release_values(int) {}
+};
+template <bool kOwn>
+struct SelectKeys {
+    using Type = KeysOfOthers;
+};
+template <>
+struct SelectKeys<true> {
+    using Type = OwnKeys;
+};
+using KeySource = SelectKeys<kProducers == 0>::Type;
+
+}  // namespace cuflash

@@ -1,0 +1,130 @@
+// What lies in shared memory, and how Q, K and V get there.
+#pragma once
+
+#include "mma/output.cuh"
+#include "wgmma/panels.cuh"
+#include "wgmma/place.cuh"
+
+namespace cuflash {
+
+using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
+
+static_assert(kBlockM == 64 * kConsumers && kProducers == (kConsumers > 1 ? kGroupThreads : 0));
+static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
+
+struct SharedTiles {
+    // A warpgroup's queries lie where its output passes through in the end.
+    alignas(1024) Element q[kPlaces][kBlockM][kPitchQ];
+    Panels<kBlockN, kHeadDim> k[kStages];
+    Panels<kBlockN, kHeadDimV> v[kStages];
+    alignas(16) TileRow rows[kBlockM];
+    RowMaxima maxima;
+    Exchange exchange;
+    Place places[kPlaces];
+    LogitUnit unit;
+    Pipe<kPlaces> placed, next_queries;
+    Pipe<kStages> keys, values;
+    Turns turns;
+
+    __device__ __forceinline__ void init() {
+        placed.init(1, kThreads / 32), next_queries.init(kProducers / 32, kNumWarps);
+        keys.init(kProducers / 32, kNumWarps), values.init(kProducers / 32, kNumWarps);
+        turns.init();
+    }
+    __device__ __forceinline__ QueryRows& queries(int number, int group) {
+        return *reinterpret_cast<QueryRows*>(&q[number % kPlaces][64 * group][0]);
+    }
+};
+
+// Loads the queries of a warpgroup's rows, by 128 threads.
+__device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, QueryRows& target,
+                                             int group, int thread) {
+    const int lane_row = thread / 8, piece = thread % 8, first_row = 64 * group + lane_row;
+    const char* source = query_row(params, tile, first_row);
+    const int num_rows = rows_left(tile, tile.row_begin + first_row);
+#pragma unroll 1
+    for (int i = 0; i < 64; i += 16) {
+        const SharedAddress first = shared_address(&target.rows[0][lane_row + i][0]) + (piece ^ lane_row % 8) * 16;
+        // right either way: a division by 1
+        if (params.packed_heads != 1) source = query_row(params, tile, first_row + i);
+#pragma unroll
+        for (int panel = 0; panel < target.kCount; ++panel)
+            cp_async_16(first + panel * target.kPanelBytes, source + panel * 128 + piece * 16,
+                        i < num_rows && panel * 64 + piece * 8 < params.head_dim);
+        source += 16 * params.q_strides.row;
+    }
+}
+
+// Loads K and V, by the threads of a warpgroup, the last keys first.
+struct KeyLoader {
+    SharedTiles& shared;
+    const char *k, *v;
+    PanelCopy<kHeadDim> copy_k;
+    PanelCopy<kHeadDimV> copy_v;
+
+    __device__ __forceinline__ KeyLoader(const AttentionParams& params, SharedTiles& shared, const Place& place,
+                                         int thread)
+        : shared(shared),
+          copy_k(params.k_strides.row, params.head_dim, thread),
+          copy_v(params.v_strides.row, params.head_dim_v, thread) {
+        const long long first_key = place.walk.first_key(0);
+        k = copy_k.own_part(place.tile.k + first_key * params.k_strides.row);
+        v = copy_v.own_part(place.tile.v + first_key * params.v_strides.row);
+    }
+
+    template <bool kWhole>
+    __device__ __forceinline__ void load_keys(int i, int num_keys) {
+        copy_k.load<kWhole>(shared.k[i % kStages], k, num_keys);
+        k -= kBlockN * copy_k.stride;
+    }
+    template <bool kWhole>
+    __device__ __forceinline__ void load_values(int i, int num_keys) {
+        copy_v.load<kWhole>(shared.v[i % kStages], v, num_keys);
+        v -= kBlockN * copy_v.stride;
+    }
+    // As buffers become free.
+    template <bool kWhole>
+    __device__ __forceinline__ void load_next(int i, int num_keys) {
+        shared.keys.wait_until_free(i);
+        load_keys<kWhole>(i, num_keys);
+        shared.keys.arrive_with_copies(i);
+        shared.values.wait_until_free(i);
+        load_values<kWhole>(i, num_keys);
+        shared.values.arrive_with_copies(i);
+    }
+};
+__device__ __forceinline__ unsigned int thread_of_loader() { return thread_index_again() - kConsumers * kGroupThreads; }
+
+// For a tile of rows.
+__device__ __forceinline__ void load_keys(const AttentionParams& params, SharedTiles& shared, const Place& place) {
+    const int begin = place.begin(), end = begin + place.walk.num_tiles;
+    if (begin == end) return;
+    KeyLoader loader(params, shared, place, thread_of_loader());
+    loader.load_next<false>(begin, place.walk.last_keys);
+#pragma unroll 1
+    for (int i = begin + 1; i < end; ++i) loader.load_next<true>(i, kBlockN);
+}
+// For all tiles of rows, whose places the first warp finds on the way.
+__device__ __forceinline__ void load_all_keys(const AttentionParams& params, SharedTiles& shared) {
+    if (kWalksOn && thread_of_loader() < 32) shared.placed.arrive(0);
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+        const Place& place = shared.places[number % kPlaces];
+        load_keys(params, shared, place);
+        const int half = place.next, keys_before = place.keys_before + place.walk.num_tiles;
+        if (!kWalksOn || half == 0) return;
+        shared.placed.release_read(number);
+        Place& next = shared.places[(number + 1) % kPlaces];
+        if (thread_of_loader() < 32) {
+            shared.placed.wait_until_free(number + 1);
+            next.find(params, half, keys_before);
+            shared.placed.arrive(number + 1);
+        }
+        shared.placed.wait_until_ready(number + 1);
+        for (int group = 0; group < kConsumers; ++group)
+            load_queries(params, next.tile, shared.queries(number + 1, group), group, thread_of_loader());
+        shared.next_queries.arrive_with_copies(number);
+    }
+}
+
+}  // namespace cuflash

@@ -1,0 +1,51 @@
+// Which tiles of rows a block works on: one, or, where there are many for each multiprocessor, one after another. The
+// next one's place is found, and its queries and keys are loaded, while the last one's rows are finished.
+#pragma once
+
+#include "common/schedule.cuh"
+#include "mma/key_walk.cuh"
+#include "wgmma/pipe.cuh"
+
+namespace cuflash {
+
+// Blocks that keep much else in registers, and those of packed sequences, work on one tile of rows.
+constexpr bool kWalksOn = !kVarlen && kConsumers == 2 && kHeadDim <= 128 && kHeadDimV <= 128;
+
+constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next one
+
+// Blocks that walk on go from pair to pair of tiles, all alike where later rows see more keys: a tile of a head, from
+// the last one on, and one of the head behind it, from the first one on. Half 2 i is the first tile of the block's i-th
+// pair.
+__device__ __forceinline__ bool map_half(const AttentionParams& params, int half, TileMap& tile, TileKeys& keys,
+                                         int& next) {
+    const long long pair = half / 2 * static_cast<long long>(gridDim.x) + blockIdx.x;
+    const long long planes = divide(pair, params.num_m_blocks), m_block = pair - planes * params.num_m_blocks;
+    if (half % 2 == 0 && 2 * planes + 1 < num_planes(params)) next = half + 1;
+    else if (pair + gridDim.x < params.num_pairs) next = half / 2 * 2 + 2;
+    const PlaneTile first = {2 * planes, params.num_m_blocks - 1 - m_block}, second = {2 * planes + 1, m_block};
+    return map_dense_tile(params, half % 2 == 0 ? first : second, tile, keys);
+}
+
+// Where a tile of rows lies, and the keys that they see.
+struct Place {
+    TileMap tile;
+    KeyWalk walk;
+    int next;         // half of a pair that the block goes on with; 0: none
+    int keys_before;  // tiles that it has walked through
+
+    __device__ __forceinline__ int begin() const { return kWalksOn ? keys_before : 0; }
+    // Called by all threads of a warp.
+    __device__ __forceinline__ void find(const AttentionParams& params, int half, int new_keys_before) {
+        TileKeys keys;
+        int next_half = 0;
+        if (kWalksOn && params.num_pairs != 0) {
+            if (!map_half(params, half, tile, keys, next_half)) return;
+        } else {
+            if (!map_block(params, tile, keys)) return;
+        }
+        walk = key_walk(keys);
+        next = next_half, keys_before = new_keys_before;
+    }
+};
+
+}  // namespace cuflash

@@ -1,0 +1,87 @@
+"""Blocks of warpgroups that go from tile to tile, run on the CPU, and on a GPU that has fewer of them than tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from emulator.emulator import Emulator, compiler
+
+import cuflash
+from cuflash.gpu.launch import device_info
+from cuflash.plan.plan import make_plan
+from cuflash.plan.table import KERNELS
+from cuflash.problem.describe import describe_attention
+from cuflash.settings import Settings
+from cuflash.testing import Case, check, describe, make_data, run
+from kernels.test_forward_mma import assert_right, draw
+
+KERNEL, TILE = "forward_wgmma", "128x128x2"
+
+SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
+    "odd heads, odd tiles": ((5, 290, 64), (5, 290, 64), {"causal": True}),
+    "even heads, groups": ((2, 4, 200, 40), (2, 2, 170, 40), {"causal": True}),
+    "groups in one tile": ((16, 4, 40, 16), (16, 1, 260, 16), {}),
+    "window": ((8, 260, 128), (8, 400, 128), {"window": (70, 3), "query_offset": 100}),
+    "rows that see nothing": ((7, 300, 24), (7, 150, 24), {"causal": True, "query_offset": -140}),
+    "other layout": ((6, 140, 96), (6, 140, 96), {"softcap": 30.0, "sinks": np.arange(6, dtype=np.float32)}),
+}
+
+
+def walks(emulator: Emulator) -> None:
+    """By kernels whose blocks do that, on a device of three multiprocessors."""
+    if emulator.spec.name != KERNEL:
+        return
+    emulator = Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources)
+    x = draw(3, 140, 16)
+    assert_right(emulator, x, x, x)  # a block for each tile
+    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    for shape_q, shape_k, options in SHAPES.values():
+        _walk(emulator, shape_q, shape_k, options)
+
+
+def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...], options: dict[str, Any]) -> None:
+    q, k, v = draw(*shape_q), draw(*shape_k, seed=1), draw(*shape_k, seed=2)
+    plan = make_plan(describe_attention(q, k, v, **options)[0], emulator.device, emulator.settings)
+    assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
+    assert_right(emulator, q, k, v, **options)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+@pytest.mark.parametrize("name", SHAPES)
+def test_blocks_walk_on(name: str) -> None:
+    emulator = Emulator(KERNEL, TILE)
+    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    _walk(emulator, *SHAPES[name])
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+def test_tiles_do_not_know_who_else_is_worked_on() -> None:
+    """The bits of a row are those of a block of its own."""
+    q, k = draw(5, 290, 64), draw(5, 290, 64, seed=1)
+    emulator = Emulator(KERNEL, TILE)
+    alone = emulator.attention(q, k, k, causal=True)
+    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    assert alone.tobytes() == emulator.attention(q, k, k, causal=True).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=["full", "causal", "window"])
+def test_blocks_walk_on_a_gpu(options: dict[str, Any], dtype: str) -> None:
+    """Odd numbers of heads and of tiles, and the lse."""
+    import cupy
+
+    case = Case("walks", (17, 21, 330, 128), (17, 21, 330, 128), options=options)
+    device = device_info(0)
+    spec = next(spec for spec in KERNELS if spec.name == KERNEL)
+    problem = describe(case, dtype)
+    if spec.refusal(problem.traits, device) is not None:
+        pytest.skip(f"{KERNEL} is not for {device.arch}")
+    assert make_plan(problem, device, Settings(KERNEL, TILE, False)).num_pairs
+    data = make_data(case, dtype)
+    with cuflash.options(kernel=KERNEL, tile=TILE):
+        first, second = (run(case, data, cupy) for _ in range(2))
+    check(case, data, first, rounds_weights=True)
+    assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes()
