@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..problem.problem import Traits
 from ..settings import Settings
 from .axes import BATCH_AXES
-from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded, walk_of, walks_on
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded
 from .features import Macros, feature_macros
 from .partial import partial_traits
 from .table import KERNELS, Device, KernelSpec, Tile, choose_row
@@ -79,13 +79,9 @@ class Build:
             )
         return choice
 
-    def resident_blocks(self, tile: Tile, lengths: Lengths) -> int:
-        """Blocks that the device holds, if they are to go on from tile to tile; 0: each has one."""
-        for pace in self._paces:
-            if pace.next_tile and pace.tile == tile:
-                multiprocessors = self._device.num_multiprocessors
-                return len(pace.times) * multiprocessors * walks_on(pace, walk_of(lengths, tile), multiprocessors)
-        return 0
+    def resident_blocks(self, tile_idx: int) -> int:
+        """Blocks of a tile that the device holds."""
+        return len(self._paces[tile_idx].times) * self._device.num_multiprocessors
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
         """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""

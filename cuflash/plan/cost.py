@@ -190,6 +190,8 @@ class Choice(NamedTuple):
     time: float
     tile_idx: int
     num_splits: int
+    walks_on: bool = False
+    """Whether blocks go from pair to pair of tiles."""
 
 
 def cheapest(
@@ -214,7 +216,7 @@ def cheapest(
         if before:
             time = max(time, SPLIT_CALL + 0.01 * time)
         if time < best.time:
-            best = Choice(time, tile_idx, 1)
+            best = Choice(time, tile_idx, 1, walks_on(pace, walk, multiprocessors))
         fewer, most = 1, min(pace.most_splits, num_steps)
         # Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once, but no more than where
         # what one more adds is what it saves.

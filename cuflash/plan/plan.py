@@ -14,7 +14,7 @@ from ..problem.problem import Problem, Traits
 from ..settings import Settings
 from .axes import Axes, walked_axes
 from .build import Build, Program, build_of_rows, find_builds
-from .cost import Lengths, heads_per_tile, lengths_of, walk_of
+from .cost import Choice, Lengths, heads_per_tile, lengths_of, walk_of
 from .partial import partial_of
 from .table import KERNELS, Device, KernelSpec, Tile
 from .tiles import APPENDING, PREPARING, WARP, round_up
@@ -102,16 +102,16 @@ def make_plan(
     prepares = prepares and not (outer_axes or problem.traits.seqlens_k)
     if problem.cache is not None and problem.cache.split_size is not None:
         build = build_of_rows(problem.traits, device, settings)
-        tile, choice_splits = build.tiles[0], 1
+        choice = Choice(0.0, 0, 1)
     else:
         build, choice = find_builds(problem.traits, device, settings).choose(lengths, prepares)
-        tile, choice_splits = build.tiles[choice.tile_idx], choice.num_splits
+    tile = build.tiles[choice.tile_idx]
     split_size = 0
     if num_splits is None and problem.cache is not None:
-        tile, num_splits, split_size = _splits_of_cache(problem, build, tile, choice_splits)
+        tile, num_splits, split_size = _splits_of_cache(problem, build, tile, choice.num_splits)
     elif num_splits is None:
-        num_splits = choice_splits
-    if num_splits > 1 and not split_size and num_splits == choice_splits:  # without those left with no tile
+        num_splits = choice.num_splits
+    if num_splits > 1 and not split_size and num_splits == choice.num_splits:  # without those left with no tile
         num_steps = max(walk_of(lengths, tile).num_steps, 1)
         num_splits = -(-num_steps // -(-num_steps // num_splits))
     is_split = num_splits > 1
@@ -124,10 +124,9 @@ def make_plan(
         num_batches *= length
     num_planes = problem.num_heads_q // packed_heads * num_batches
     num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
-    resident_blocks = 0 if is_split else build.resident_blocks(tile, lengths)
-    if resident_blocks:
+    if choice.walks_on and not is_split and tile is build.tiles[choice.tile_idx]:
         num_pairs = num_m_blocks * -(-num_planes // 2)
-        num_blocks = min(num_pairs, resident_blocks)
+        num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
