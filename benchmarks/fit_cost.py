@@ -217,7 +217,7 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
     for tile in tiles:
         num_blocks = make_plan(problem, device, Settings(spec.name, str(tile), False), 1).num_blocks
         far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 32
-        if tile.block_m > max(4 * rows, 64, lowest) or far_too_low:
+        if tile.block_m > max(4 * rows, 128, lowest) or far_too_low:
             continue
         resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
         chosen = find_builds(problem.traits, device, Settings(spec.name, str(tile), False))[0].choose(
@@ -225,7 +225,7 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
         )
         most = -(-case.seqlen_k // tile.block_n) if num_blocks < resident else 1
         for splits in sorted({*SPLITS, chosen.num_splits}):
-            if splits == 1 or (splits <= most and num_blocks * splits <= 3 * resident):
+            if splits == 1 or (not tile.walks_on and splits <= most and num_blocks * splits <= 3 * resident):
                 yield tile, splits
 
 
@@ -392,7 +392,7 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
         features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
         for (tile, splits, time), (*_, called) in zip(one.times, one.called, strict=True):
             walk, max_blocks = walk_of(one.lengths, tile), spec.min_blocks(traits, tile, device)
-            beside = spec.prepared_row(traits), spec.walks_on(traits, tile), spec.readers(tile)
+            beside = spec.prepared_row(traits), spec.readers(tile)
             kind = tile, features, max_blocks, 1, *beside
             rows.append((index, kind, walk, splits, one.lengths, traits.head_dim_v, called, time))
     place = np.array([row[0] for row in rows])

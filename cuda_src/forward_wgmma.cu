@@ -4,10 +4,10 @@
 // tile; a row is one query of one head. Blocks walk the keys that any of a tile's rows sees, last to first, kBlockN at
 // a time.
 //
-// Warps: two or three warpgroups own 64 rows each, from beginning to end. Scores, weights and output stay in their
+// Warps: one to three warpgroups own 64 rows each, from beginning to end. Scores, weights and output stay in their
 // registers; Q, K and V are multiplied where they lie in shared memory, swizzled, V with its rows as they came. One
-// more warpgroup loads K and V, kStages tiles ahead, and leaves most of its registers to the others. A warpgroup that
-// is alone in its block loads for itself: up to four such blocks share a multiprocessor.
+// more warpgroup loads K and V, kStages tiles ahead, and leaves most of its registers to the others. Or a warpgroup
+// alone loads for itself: up to four such blocks share a multiprocessor.
 //
 // A warpgroup issues S = Q K^T of a tile and, behind it, O += P V of the one before, which runs beside the softmax of
 // the new scores. Warpgroups take turns to issue, so that the tensor cores multiply for one while others compute
@@ -20,10 +20,13 @@
 #define CUFLASH_BLOCK_M 128
 #endif
 #ifndef CUFLASH_THREADS
-#define CUFLASH_THREADS 384  // 128 for each 64 rows, and 128 more if these are not all
+#define CUFLASH_THREADS 384  // 128 for each 64 rows, and 128 more unless these load
 #endif
 #ifndef CUFLASH_STAGES
 #define CUFLASH_STAGES 2
+#endif
+#ifndef CUFLASH_WALKS_ON
+#define CUFLASH_WALKS_ON 0
 #endif
 #ifndef CUFLASH_WARPGROUPS
 #define CUFLASH_WARPGROUPS 1  // the only value
@@ -37,9 +40,10 @@
 namespace cuflash {
 
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
-constexpr int kAllRegisters = 65536 / kThreads / 8 * 8 * (kConsumers + 1);
+constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
 constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn || kHeadDim > 192 ? 56 : 40;
-constexpr int kConsumerRegisters = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
+constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
+constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
 static_assert(kVectorLoads && kHasValues && !kHasArrays);
 
@@ -177,8 +181,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const int num_tiles = place.walk.num_tiles;
     RowStates states(shared.maxima, warp);
     Output o = {};
-    if (number == 0)
-        load_queries(params, place.tile, shared.queries(0, group), group, thread_index_again() % kGroupThreads);
+    if (kQueryBuffers == 1 || number == 0)
+        load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     KeySource source(params, shared, place, group);
     source.wait_for_queries(number);
@@ -204,7 +208,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         own.last(i - 1, weights, total);
         barrier_wait(1 + group_of_thread(), kGroupThreads);  // nobody multiplies by queries any more
     }
-    store_rows(params, place.tile, shared.unit, states, o, shared.exchange, shared.q[number % kPlaces],
+    store_rows(params, place.tile, shared.unit, states, o, shared.exchange, shared.q[number % kQueryBuffers],
                Warp(thread_index_again()));
 }
 
@@ -216,6 +220,7 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
         if (!kWalksOn || uniform(shared.places[number % kPlaces].next) == 0) return;
         shared.placed.release_read(number);
         shared.placed.wait_until_ready(number + 1);
+        if (kQueryBuffers == 1) barrier_wait(1 + group, kGroupThreads);
     }
 }
 

@@ -19,9 +19,10 @@ def _check_kernel(name: str, kernel: str) -> None:
 
 
 def _check_tile(name: str, tile: str) -> None:
-    if tile and not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){1,2}p?", tile):
+    if tile and not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){1,2}[pw]?", tile):
         raise ValueError(
-            f"{name} is {tile!r}, expected rows x keys, such as '64x64', '64x64x2' (two buffers), '64x64p' (prepared)"
+            f"{name} is {tile!r}, expected rows x keys, such as '64x64', '64x64x2' (two buffers), '64x64p' (prepared), "
+            "'64x64w' (blocks walk on)"
         )
 
 

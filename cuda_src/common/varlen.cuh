@@ -66,7 +66,8 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
                 for (int i = 0; i < kPerLane; ++i) {
                     const long long tiles = ((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1) / kBlockM;
                     if (remaining < tiles) {
-                        found = {first + lane * kPerLane + i - 1, segment_begin, ends[i], remaining};
+                        // right either way: the last tile, which may see the most keys, comes first
+                        found = {first + lane * kPerLane + i - 1, segment_begin, ends[i], tiles - 1 - remaining};
                         break;
                     }
                     remaining -= tiles;

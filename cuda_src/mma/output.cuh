@@ -83,20 +83,8 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
                            *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
     };
     __syncwarp();
-    if (params.packed_heads == 1) {
-        const long long query = tile.row_begin + warp.first_row + own_row;
-        char* row_address = tile.out + query * params.out_strides.row;
-        const int num_rows = rows_left(tile, query);
-#pragma unroll(kVectorLoads ? 8 : 1)
-        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) {
-            store(pass, pass < num_rows ? row_address : nullptr);
-            row_address += kAtOnce * params.out_strides.row;
-        }
-    } else {
-#pragma unroll 1
-        for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce)
-            store(pass, address_behind(staging[pass + own_row], warp));
-    }
+#pragma unroll 2
+    for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) store(pass, address_behind(staging[pass + own_row], warp));
 }
 
 // Stores lse and output of the warp's rows, `rows` being those of Q. Each lane finishes one row; 16-bit output passes

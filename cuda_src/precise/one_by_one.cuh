@@ -73,6 +73,7 @@ __device__ __forceinline__ void accumulate_one_by_one(const AttentionParams& par
 #pragma unroll 1
         for (int key = 0; key < num_keys; ++key) {
             const int owner = place.lane / 4 * 4 + key % 8 / 2, i = key / 8 * 2 + key % 2;
+            // right either way: nobody stores what is beyond the last feature
             const float v = column < params.head_dim_v ? load_bits<float>(value) : 0;
             value += params.v_strides.row;
 #pragma unroll

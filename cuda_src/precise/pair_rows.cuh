@@ -19,7 +19,7 @@ struct PairRows {
     static constexpr int kIdle = power_of_two_above(32 * kNumWarps / kNumRows), kWide = power_of_two_above(kWidth / 16);
     static constexpr int kWanted = kIdle > kWide ? kIdle : kWide;
     static constexpr int kLanes = kWanted < 8 ? 8 : kWanted > 32 ? 32 : kWanted;
-    static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
+    static constexpr int kChunks = kWidth / 4 / kLanes;
     static constexpr int kPasses = kNumRows * kLanes / kThreads;
     static_assert(kPasses * kThreads == kNumRows * kLanes, "each thread has a row in each pass");
 
@@ -32,16 +32,13 @@ struct PairRows {
     static __device__ __forceinline__ int column_of(int thread, int chunk) {
         return (thread % kLanes + chunk * kLanes) * 4;
     }
-    static __device__ __forceinline__ bool has_column(int column) {
-        return kWidth / 4 % kLanes == 0 || column < kWidth;
-    }
 
     __device__ __forceinline__ void load_row(int thread, int row, const char* source, bool valid, int num_features,
                                              long long feature_stride) {
+        static_assert(kChunks * kLanes * 4 == kWidth || !kHasValues, "each lane has as many chunks");
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int column = column_of(thread, chunk);
-            if (!has_column(column)) continue;
             if constexpr (kVectorLoads) {
                 cp_async_16(shared_address(&rows[row][column]), source + column * 4, valid && column < num_features);
             } else {
@@ -102,7 +99,6 @@ struct PairRows {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int column = column_of(thread, chunk);
-            if (!has_column(column)) continue;
             chunks[chunk] = *reinterpret_cast<const Vector16*>(&rows[row][column]);
 #pragma unroll
             for (const float value : chunks[chunk].values) largest = larger_magnitude(largest, value);
@@ -117,7 +113,6 @@ struct PairRows {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int column = column_of(thread, chunk);
-            if (!has_column(column)) continue;
             Words first, second;
 #pragma unroll
             for (int i = 0; i < 2; ++i) {

@@ -21,7 +21,7 @@ struct KeysOfOthers {
         : shared(shared), group(group) {}
     // Those of the block's first tile its warpgroups load.
     __device__ __forceinline__ void wait_for_queries(int number) {
-        if (number != 0) {
+        if (kQueryBuffers > 1 && number != 0) {
             shared.next_queries.wait_until_ready(number - 1);
         } else {
             cp_async_wait();

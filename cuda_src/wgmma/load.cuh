@@ -9,12 +9,14 @@ namespace cuflash {
 
 using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 
-static_assert(kBlockM == 64 * kConsumers && kProducers == (kConsumers > 1 ? kGroupThreads : 0));
+static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kProducers == 0 && kConsumers == 1)));
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
+
+constexpr int kQueryBuffers = kWalksOn && kHeadDim <= 128 && kHeadDimV <= 128 ? 2 : 1;
 
 struct SharedTiles {
     // A warpgroup's queries lie where its output passes through in the end.
-    alignas(1024) Element q[kPlaces][kBlockM][kPitchQ];
+    alignas(1024) Element q[kQueryBuffers][kBlockM][kPitchQ];
     Panels<kBlockN, kHeadDim> k[kStages];
     Panels<kBlockN, kHeadDimV> v[kStages];
     alignas(16) TileRow rows[kBlockM];
@@ -22,7 +24,8 @@ struct SharedTiles {
     Exchange exchange;
     Place places[kPlaces];
     LogitUnit unit;
-    Pipe<kPlaces> placed, next_queries;
+    Pipe<kPlaces> placed;
+    Pipe<kQueryBuffers> next_queries;
     Pipe<kStages> keys, values;
     Turns turns;
 
@@ -32,7 +35,7 @@ struct SharedTiles {
         turns.init();
     }
     __device__ __forceinline__ QueryRows& queries(int number, int group) {
-        return *reinterpret_cast<QueryRows*>(&q[number % kPlaces][64 * group][0]);
+        return *reinterpret_cast<QueryRows*>(&q[number % kQueryBuffers][64 * group][0]);
     }
 };
 
@@ -121,6 +124,7 @@ __device__ __forceinline__ void load_all_keys(const AttentionParams& params, Sha
             shared.placed.arrive(number + 1);
         }
         shared.placed.wait_until_ready(number + 1);
+        if constexpr (kQueryBuffers == 1) continue;
         for (int group = 0; group < kConsumers; ++group)
             load_queries(params, next.tile, shared.queries(number + 1, group), group, thread_of_loader());
         shared.next_queries.arrive_with_copies(number);

@@ -8,8 +8,8 @@
 
 namespace cuflash {
 
-// Blocks that keep much else in registers, and those of packed sequences, work on one tile of rows.
-constexpr bool kWalksOn = !kVarlen && kConsumers == 2 && kHeadDim <= 128 && kHeadDimV <= 128;
+constexpr bool kWalksOn = CUFLASH_WALKS_ON;
+static_assert(!kWalksOn || !kVarlen);
 
 constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next one
 
@@ -38,7 +38,7 @@ struct Place {
     __device__ __forceinline__ void find(const AttentionParams& params, int half, int new_keys_before) {
         TileKeys keys;
         int next_half = 0;
-        if (kWalksOn && params.num_pairs != 0) {
+        if constexpr (kWalksOn) {
             if (!map_half(params, half, tile, keys, next_half)) return;
         } else {
             if (!map_block(params, tile, keys)) return;

@@ -48,7 +48,9 @@ class Build:
         # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
         # is given `out` has no `workspace` to be given too.
         splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
-        self._splittable = splittable = self.spec.tiles(partial_traits(traits), device) if splits else []
+        self._splittable = splittable = [
+            tile for tile in (self.spec.tiles(partial_traits(traits), device) if splits else []) if not tile.walks_on
+        ]
         self._paces: list[Pace] = [
             pace_of(
                 self._cost,
@@ -57,7 +59,6 @@ class Build:
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
                 self.spec.prepared_row(traits),
-                self.spec.walks_on(traits, tile),
                 self.spec.readers(tile),
             )
             for tile in self.tiles
@@ -202,4 +203,5 @@ def _macros(spec: KernelSpec, traits: Traits, tile: Tile, device: Device) -> Mac
         *feature_macros(traits, spec.caps_by_polynomial),
         *spec.macros(traits),
         *((("PREPARED", 1),) if tile.prepared else ()),
+        *((("WALKS_ON", 1),) if tile.walks_on else ()),
     )

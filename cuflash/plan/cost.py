@@ -61,6 +61,8 @@ class Cost(NamedTuple):
     """Of L: for each row and key of a thread, where a block multiplies nothing while it computes weights."""
     next_tile: float = 0
     """For each tile that a block goes on with, in place of `block`."""
+    in_step: float = 1
+    """Factor of the time of a tile of keys where blocks go on: all of them are in step."""
 
 
 class Pace(NamedTuple):
@@ -76,8 +78,8 @@ class Pace(NamedTuple):
     """For a launch before it, and for each key of each key head; zeros if there is none."""
     stream: float
     """For each key of each key head, read once."""
-    next_tile: float = 0
-    """Of a tile that a block goes on with, beside its keys; 0: none does."""
+    next_tile: float
+    """Of a tile that a block goes on with, beside its keys."""
 
 
 def pace_of(
@@ -87,14 +89,13 @@ def pace_of(
     max_blocks: int,
     most_splits: int = MAX_SPLITS,
     prepared_row: tuple[int, int] = (0, 0),
-    walks_on: bool = False,
     readers: float = 0,
 ) -> Pace:
     """Work out the times of a tile of which a multiprocessor holds `max_blocks`.
 
     `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
     """
-    rows, keys, threads, stages, prepared = tile
+    rows, keys, threads, stages, prepared, walks_on = tile
     loads, copies = keys * features, keys * features / threads
     work = cost.product * rows * loads + cost.weight * rows * keys + cost.tile
     work += cost.load * loads * (readers or threads / 128)
@@ -104,10 +105,11 @@ def pace_of(
     latency += cost.latency_weight * rows * keys / threads
     if stages == 1:
         latency += cost.exposed_copy * copies
-    times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
+    factor = cost.in_step if walks_on else 1
+    times = tuple(factor * sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile if walks_on else 0)
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -190,8 +192,6 @@ class Choice(NamedTuple):
     time: float
     tile_idx: int
     num_splits: int
-    walks_on: bool = False
-    """Whether blocks go from pair to pair of tiles."""
 
 
 def cheapest(
@@ -216,7 +216,7 @@ def cheapest(
         if before:
             time = max(time, SPLIT_CALL + 0.01 * time)
         if time < best.time:
-            best = Choice(time, tile_idx, 1, walks_on(pace, walk, multiprocessors))
+            best = Choice(time, tile_idx, 1)
         fewer, most = 1, min(pace.most_splits, num_steps)
         # Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once, but no more than where
         # what one more adds is what it saves.
@@ -280,17 +280,11 @@ def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
 
 def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     """Time of all blocks."""
-    time = _time_of_blocks(pace, walk, multiprocessors, splits)
-    if splits == 1 and pace.next_tile:
-        time = min(time, _time_of_pairs(pace, walk, multiprocessors))
+    if pace.tile.walks_on:
+        time = _time_of_pairs(pace, walk, multiprocessors)
+    else:
+        time = _time_of_blocks(pace, walk, multiprocessors, splits)
     return max(time, pace.block + pace.stream * walk.num_keys)
-
-
-def walks_on(pace: Pace, walk: Walk, multiprocessors: int) -> bool:
-    """Whether blocks take less time that go from pair to pair of tiles."""
-    if not pace.next_tile:
-        return False
-    return _time_of_pairs(pace, walk, multiprocessors) < _time_of_blocks(pace, walk, multiprocessors, 1)
 
 
 def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:

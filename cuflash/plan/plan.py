@@ -115,6 +115,8 @@ def make_plan(
         num_steps = max(walk_of(lengths, tile).num_steps, 1)
         num_splits = -(-num_steps // -(-num_steps // num_splits))
     is_split = num_splits > 1
+    if is_split and tile.walks_on:
+        tile, _ = build.splitting(tile, num_splits, problem.seqlen_k)
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     if is_split:
@@ -124,7 +126,7 @@ def make_plan(
         num_batches *= length
     num_planes = problem.num_heads_q // packed_heads * num_batches
     num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
-    if choice.walks_on and not is_split and tile is build.tiles[choice.tile_idx]:
+    if tile.walks_on:
         num_pairs = num_m_blocks * -(-num_planes // 2)
         num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0

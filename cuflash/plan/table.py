@@ -57,7 +57,6 @@ from .tiles_wgmma import (
     wgmma_readers,
     wgmma_shared_memory,
     wgmma_tiles,
-    wgmma_walks_on,
 )
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
@@ -116,8 +115,6 @@ class KernelSpec(NamedTuple):
     """Later rows that serve the call where the cost model expects less time of them: few queries, for one."""
     row_by_row: bool = False
     """Whether the bits of a row depend on no other row, and its first tile has splits: for `split_size`."""
-    walks_on: Callable[[Traits, Tile], bool] = lambda traits, tile: False
-    """Whether blocks can go on from tile to tile, so that a grid may have fewer of them."""
     readers: Callable[[Tile], float] = lambda tile: tile.num_threads / 128
     """How often four warps read or copy a tile of keys."""
     rounds_weights: bool = False
@@ -173,7 +170,6 @@ KERNELS = (
         macros=wgmma_macros,
         caps_by_polynomial=True,
         yields_to=("forward_mma", "forward_decode"),
-        walks_on=wgmma_walks_on,
         readers=wgmma_readers,
         rounds_weights=True,
     ),

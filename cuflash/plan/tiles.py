@@ -48,10 +48,12 @@ class Tile(NamedTuple):
     """Buffers for tiles of keys: with two, the next tile arrives while one is multiplied."""
     prepared: bool = False
     """Whether a launch before it makes ready all keys and values, in a workspace."""
+    walks_on: bool = False
+    """Whether there are as many blocks as the GPU holds, which go from pair to pair of tiles of rows."""
 
     def __str__(self) -> str:
         stages = f"x{self.stages}" if self.stages > 1 else ""
-        return f"{self.block_m}x{self.block_n}{stages}" + ("p" if self.prepared else "")
+        return f"{self.block_m}x{self.block_n}{stages}" + ("p" if self.prepared else "w" if self.walks_on else "")
 
 
 def blocks_in_shared_memory(device: Device, size: int) -> int:

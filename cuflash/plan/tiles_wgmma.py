@@ -31,13 +31,6 @@ def wgmma_macros(traits: Traits) -> Macros:
     return (("WARPGROUPS", 1),)
 
 
-def wgmma_walks_on(traits: Traits, tile: Tile) -> bool:
-    """`kWalksOn` in forward_wgmma.cu."""
-    if traits.op == "attention_varlen" or tile.block_m != 128:
-        return False
-    return max(wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)) <= 128
-
-
 def wgmma_readers(tile: Tile) -> float:
     """Warpgroups that multiply, and one that loads, be it one of them."""
     return tile.block_m / 64 + 1
@@ -47,40 +40,44 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wgmma.cu."""
     panels, panels_v = (round_up(wgmma_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))
     pitch = max(panels, wgmma_bucket(traits.head_dim_v)) + 8
-    places = 2 if wgmma_walks_on(traits, tile) else 1
-    elements = places * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
+    places = 2 if tile.walks_on else 1
+    query_buffers = places if max(panels, panels_v) <= 128 else 1
+    elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     maxima, exchange = 4 * tile.block_m, 128
-    barriers = 8 * (4 * places + 4 * tile.stages + tile.block_m // 64)
+    barriers = 8 * (2 * places + 2 * query_buffers + 4 * tile.stages + tile.block_m // 64)
     place = tile_map_bytes(traits) + 32
     beside = tile.block_m * 48 + maxima + exchange + places * place + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 
 
-# A warpgroup has 64 rows; where these are all, it loads for itself, and up to four blocks share a multiprocessor, one
-# of which begins or ends while others multiply. On an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128
-# 485 / 446, 128x128 366 / 372; head_dim 128 128x128 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an
-# H100 at 512 keys: head_dim 64 192x128 292 / 150, 64x64 337 / 223.
+# A warpgroup has 64 rows. One that loads for itself shares a multiprocessor with up to three others, and one begins or
+# ends while others multiply; one with a loader beside it has more keys on their way, for few queries of many keys. On
+# an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128 366 / 372; head_dim 128 128x128
+# 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512 keys: head_dim 64 192x128 292 / 150, 64x64
+# 337 / 223. 64 queries of 16 caches of 8192 keys of one head, us: 64x64 34.9, 64x128 33.7, 128x128 34.5.
+_TILES_OF_128 = Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
 _WGMMA_TILES = (
-    Tile(192, 128, 512, 2), Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2),
-    Tile(64, 64, 128, 2),
+    Tile(192, 128, 512, 2), *_TILES_OF_128, *(tile._replace(walks_on=True) for tile in _TILES_OF_128),
+    Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 128, 2),
 )  # fmt: skip
 
 COST = Cost(
-    product=2.12e-07,
-    weight=1.3e-05,
-    load=8.16e-06,
-    tile=0,
-    latency=0.388,
-    latency_load=1.71e-05,
+    product=2.14e-07,
+    weight=2.24e-05,
+    load=7.22e-08,
+    tile=0.00721,
+    latency=0.609,
+    latency_load=1.13e-05,
     copy=0,
     exposed_copy=0,
-    block=6.45,
-    block_load=0,
-    merge=6.36,
-    merge_split=0.0299,
-    merge_byte=1.81e-07,
+    block=6.99,
+    block_load=0.00457,
+    merge=3.16,
+    merge_split=0.0287,
+    merge_byte=2.08e-07,
     stream=4.82e-07,
-    next_tile=4.4,
+    next_tile=4.2,
+    in_step=1.03,
 )
 
 
@@ -90,23 +87,29 @@ def wgmma_cost(traits: Traits) -> Cost:
 
 
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
-    """Tiles that fit registers and shared memory: of equal rows the one with the most keys.
+    """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
     What fits the registers was found by compiling.
     """
 
     def fits(tile: Tile) -> bool:
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
-        held = wgmma_bucket(traits.head_dim_v) // 2 + tile.block_n * 3 // 4
-        if tile.block_m == 192 and (wgmma_bucket(traits.head_dim) > 64 or traits.alibi_slopes):
+        bucket, bucket_v = wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)
+        held = bucket_v // 2 + tile.block_n * 3 // 4
+        if tile.block_m == 192 and (bucket > 64 or traits.alibi_slopes):
+            return False
+        if tile.walks_on and (is_varlen or bucket_v == 192):
+            return False
+        if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and max(bucket, bucket_v) > 96:
             return False
         most = 128 if tile.block_m == 192 else 184
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
-    by_rows: dict[int, Tile] = {}
+    is_varlen = traits.op == "attention_varlen"
+    kinds: dict[tuple[int, bool], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
-        by_rows.setdefault(tile.block_m, tile)
-    return list(by_rows.values())
+        kinds.setdefault((tile.num_threads, tile.walks_on), tile)
+    return list(kinds.values())
 
 
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
@@ -117,5 +120,5 @@ def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     if tile.block_m > 64:
         return 1
     is_plain = not traits.num_terms and traits.out_dtype != "float32"
-    most = 4 if wgmma_bucket(traits.head_dim_v) <= 64 and is_plain else 3
+    most = 2 if tile.num_threads > 128 else 4 if wgmma_bucket(traits.head_dim_v) <= 64 and is_plain else 3
     return min(most, blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile)))

@@ -17,7 +17,7 @@ from cuflash.settings import Settings
 from cuflash.testing import Case, check, describe, make_data, run
 from kernels.test_forward_mma import assert_right, draw
 
-KERNEL, TILE = "forward_wgmma", "128x128x2"
+KERNEL, TILE, TILE_OF_WIDE = "forward_wgmma", "128x128x2w", "128x64x2w"
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "odd heads, odd tiles": ((5, 290, 64), (5, 290, 64), {"causal": True}),
@@ -26,19 +26,25 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "window": ((8, 260, 128), (8, 400, 128), {"window": (70, 3), "query_offset": 100}),
     "rows that see nothing": ((7, 300, 24), (7, 150, 24), {"causal": True, "query_offset": -140}),
     "other layout": ((6, 140, 96), (6, 140, 96), {"softcap": 30.0, "sinks": np.arange(6, dtype=np.float32)}),
+    "wide": ((6, 190, 200), (6, 190, 200), {"causal": True}),
 }
+
+
+def tile_of(shape: tuple[int, ...]) -> str:
+    """Name of the tile whose blocks walk on; where features are many, queries have one buffer."""
+    return TILE if shape[-1] <= 128 else TILE_OF_WIDE
 
 
 def walks(emulator: Emulator) -> None:
     """By kernels whose blocks do that, on a device of three multiprocessors."""
     if emulator.spec.name != KERNEL:
         return
-    emulator = Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources)
     x = draw(3, 140, 16)
-    assert_right(emulator, x, x, x)  # a block for each tile
-    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one pair to each
     for shape_q, shape_k, options in SHAPES.values():
-        _walk(emulator, shape_q, shape_k, options)
+        device = emulator.device._replace(num_multiprocessors=3)
+        walking = Emulator(KERNEL, tile_of(shape_q), device, emulator.seed, emulator.sources)
+        _walk(walking, shape_q, shape_k, options)
 
 
 def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -51,7 +57,7 @@ def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...]
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_walk_on(name: str) -> None:
-    emulator = Emulator(KERNEL, TILE)
+    emulator = Emulator(KERNEL, tile_of(SHAPES[name][0]))
     emulator.device = emulator.device._replace(num_multiprocessors=3)
     _walk(emulator, *SHAPES[name])
 
@@ -60,28 +66,30 @@ def test_blocks_walk_on(name: str) -> None:
 def test_tiles_do_not_know_who_else_is_worked_on() -> None:
     """The bits of a row are those of a block of its own."""
     q, k = draw(5, 290, 64), draw(5, 290, 64, seed=1)
+    alone = Emulator(KERNEL, TILE.rstrip("w")).attention(q, k, k, causal=True)
     emulator = Emulator(KERNEL, TILE)
-    alone = emulator.attention(q, k, k, causal=True)
     emulator.device = emulator.device._replace(num_multiprocessors=3)
     assert alone.tobytes() == emulator.attention(q, k, k, causal=True).tobytes()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [128, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=["full", "causal", "window"])
-def test_blocks_walk_on_a_gpu(options: dict[str, Any], dtype: str) -> None:
+def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, dtype: str) -> None:
     """Odd numbers of heads and of tiles, and the lse."""
     import cupy
 
-    case = Case("walks", (17, 21, 330, 128), (17, 21, 330, 128), options=options)
+    shape = (17, 21, 330, head_dim)
+    case, tile = Case("walks", shape, shape, options=options), tile_of(shape)
     device = device_info(0)
     spec = next(spec for spec in KERNELS if spec.name == KERNEL)
     problem = describe(case, dtype)
     if spec.refusal(problem.traits, device) is not None:
         pytest.skip(f"{KERNEL} is not for {device.arch}")
-    assert make_plan(problem, device, Settings(KERNEL, TILE, False)).num_pairs
+    assert make_plan(problem, device, Settings(KERNEL, tile, False)).num_pairs
     data = make_data(case, dtype)
-    with cuflash.options(kernel=KERNEL, tile=TILE):
+    with cuflash.options(kernel=KERNEL, tile=tile):
         first, second = (run(case, data, cupy) for _ in range(2))
     check(case, data, first, rounds_weights=True)
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes()

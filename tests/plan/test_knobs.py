@@ -263,7 +263,7 @@ def test_environment_reaches_calls(environment: dict[str, str], words: str) -> N
         (
             {"CUFLASH_TILE": "banana"},
             "CUFLASH_TILE is 'banana', expected rows x keys, such as '64x64', '64x64x2' (two buffers), "
-            "'64x64p' (prepared)",
+            "'64x64p' (prepared), '64x64w' (blocks walk on)",
         ),
         ({"CUFLASH_LOG": "yes"}, "CUFLASH_LOG is 'yes', expected '0' or '1'"),
         ({"CUFLASH_NUM_THREADS": "many"}, "CUFLASH_NUM_THREADS is 'many', expected a positive int"),

@@ -137,12 +137,12 @@ float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 16, x3
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
-bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
+float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x3, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_float64, 64x16/256, grid 4096, 221856 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -169,17 +169,17 @@ float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
-float16 D=80, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1, walks on
-float16 D=96, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1, walks on
-float16 D=112, forward_wgmma, 128x128x2/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1, walks on
+float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
+float16 D=80, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1
+float16 D=96, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1
+float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
 float16 D=160, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
 float16 D=192, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
-float16 D=64 on 86, forward_mma, 128x64x2/256, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x1
-float16 D=64 on 120, forward_mma, 128x64x2/256, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64 on 86, forward_mma, 128x32x2/128, grid 2048, 43936 B, batch 0:4, D 64/64, align 16, x2
+float16 D=64 on 120, forward_mma, 128x32x2/128, grid 2048, 43936 B, batch 0:4, D 64/64, align 16, x2
 float16 D=128 on 70, forward_wmma, 128x32/256, grid 2048, 73408 B, batch 0:4, D 128/128, align 16, x1
 float16 D=128 on 75, forward_wmma, 64x32/128, grid 4096, 45504 B, batch 0:4, D 128/128, align 16, x1
 float16 D=128 on 80, forward_mma, 128x32x2/128, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x2
@@ -199,12 +199,12 @@ float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 51
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
-D=192 Dv=128, forward_wgmma, 128x128x2/384, grid 512, 222208 B, batch 0:4, D 192/128, align 16, x1
-D=64 Dv=128, forward_wgmma, 128x128x2/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1, walks on
-D=256 Dv=64, forward_wgmma, 128x96x2/384, grid 512, 197632 B, batch 0:4, D 256/64, align 16, x1
+D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 223232 B, batch 0:4, D 192/128, align 16, x1
+D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1
+D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 198656 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 128x128x2/384, grid 132, 208896 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1, walks on
-MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 208896 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
@@ -228,7 +228,7 @@ softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/6
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_wgmma, 128x128x2/384, grid 132, 110592 B, batch 0:4, D 64/64, align 16, x1, walks on
+sinks alibi_slopes, forward_wgmma, 128x128x2w/384, grid 132, 110592 B, batch 0:4, D 64/64, align 16, x1
 out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1, out=float32
 varlen, forward_wgmma, 64x64x2/128, grid 2208, 46080 B, D 64/64, align 16, x4, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, varlen
@@ -263,7 +263,6 @@ def row(name: str, problem: Problem, capability: int) -> str:
         f"align {macros['ALIGNMENT']}",
         f"x{macros['MIN_BLOCKS']}",
         f"{plan.planes_at_once} at once" if plan.planes_at_once else "",
-        "walks on" if plan.num_pairs else "",
         " ".join(chosen).replace("CUFLASH_", "").lower(),
     )
     return ", ".join(cell for cell in cells if cell)
