@@ -19,7 +19,7 @@ struct PairRows {
     static constexpr int kIdle = power_of_two_above(32 * kNumWarps / kNumRows), kWide = power_of_two_above(kWidth / 16);
     static constexpr int kWanted = kIdle > kWide ? kIdle : kWide;
     static constexpr int kLanes = kWanted < 8 ? 8 : kWanted > 32 ? 32 : kWanted;
-    static constexpr int kChunks = kWidth / 4 / kLanes;
+    static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
     static constexpr int kPasses = kNumRows * kLanes / kThreads;
     static_assert(kPasses * kThreads == kNumRows * kLanes, "each thread has a row in each pass");
 

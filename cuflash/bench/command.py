@@ -240,8 +240,7 @@ def run(
             continue
         report["problems"].append(measure(case, backend, request, report["limits"], peers.of(case)))
         print(reports.block(report["problems"][-1]), flush=True)
-        if peers.release is not None:
-            peers.release()
+        backend.release(peers.release)
         write_json(report, stored)
     measurements: dict[str, Callable[[bool], Any]] = {
         OVERHEADS: lambda quick: overheads(backend, peers.small_calls, quick),

@@ -396,6 +396,7 @@ def fake_cupy() -> SimpleNamespace:
     """What `GpuBackend` takes from CuPy, made of NumPy."""
     runtime = SimpleNamespace(
         getDevice=lambda: 0,
+        memGetInfo=lambda: (2**30, 2**36),
         getDeviceProperties=lambda device: {"name": b"Some GPU"},
         driverGetVersion=lambda: 13020,
     )
@@ -423,7 +424,7 @@ def fake_cupy() -> SimpleNamespace:
         "random",
     )
     functions = {name: getattr(np, name) for name in names}
-    pool = SimpleNamespace(free_all_blocks=lambda: None, free_bytes=lambda: 0)
+    pool = SimpleNamespace(free_all_blocks=lambda: None)
     return SimpleNamespace(
         **functions,
         bool_=bool,
