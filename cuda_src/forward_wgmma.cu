@@ -41,7 +41,7 @@ namespace cuflash {
 
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
 constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
-constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn || kHeadDim > 192 ? 56 : 40;
+constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn && kVarlen ? 64 : kWalksOn || kHeadDim > 192 ? 56 : 40;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
@@ -220,6 +220,7 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
         if (!kWalksOn || uniform(shared.places[number % kPlaces].next) == 0) return;
         shared.placed.release_read(number);
         shared.placed.wait_until_ready(number + 1);
+        if (uniform(shared.places[(number + 1) % kPlaces].is_empty())) return;
         if (kQueryBuffers == 1) barrier_wait(1 + group, kGroupThreads);
     }
 }

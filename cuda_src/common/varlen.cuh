@@ -23,7 +23,7 @@ __device__ __forceinline__ long long query_boundary(const AttentionParams& param
 
 // Finds the segment that holds tile number `tile`, by a running sum over all sequences. Called by the 32 lanes of one
 // warp together. Boundaries that fall are raised to their predecessor, so segments are disjoint and cover every token
-// whatever the values.
+// whatever the values. A segment's tiles are numbered from the last one on, which may see the most keys.
 __device__ __forceinline__ bool find_segment(const AttentionParams& params, long long tile, Segment& found) {
     constexpr int kPerLane = 4;
     constexpr unsigned int kAllLanes = 0xffffffffu;
@@ -66,7 +66,6 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
                 for (int i = 0; i < kPerLane; ++i) {
                     const long long tiles = ((ends[i] - segment_begin) * params.packed_heads + kBlockM - 1) / kBlockM;
                     if (remaining < tiles) {
-                        // right either way: the last tile, which may see the most keys, comes first
                         found = {first + lane * kPerLane + i - 1, segment_begin, ends[i], tiles - 1 - remaining};
                         break;
                     }

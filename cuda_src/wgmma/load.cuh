@@ -124,6 +124,7 @@ __device__ __forceinline__ void load_all_keys(const AttentionParams& params, Sha
             shared.placed.arrive(number + 1);
         }
         shared.placed.wait_until_ready(number + 1);
+        if (next.is_empty()) return;
         if constexpr (kQueryBuffers == 1) continue;
         for (int group = 0; group < kConsumers; ++group)
             load_queries(params, next.tile, shared.queries(number + 1, group), group, thread_of_loader());

@@ -9,7 +9,6 @@
 namespace cuflash {
 
 constexpr bool kWalksOn = CUFLASH_WALKS_ON;
-static_assert(!kWalksOn || !kVarlen);
 
 constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next one
 
@@ -26,19 +25,41 @@ __device__ __forceinline__ bool map_half(const AttentionParams& params, int half
     return map_dense_tile(params, half % 2 == 0 ? first : second, tile, keys);
 }
 
+// Tiles of packed sequences, whose number nobody knows before they are looked for, are taken by turns, as they follow
+// each other. Each turn begins with another block, 0.62 of them farther on, as sequences and turns may be equally long:
+// so shares are nearly alike.
+__device__ __forceinline__ bool map_turn(const AttentionParams& params, int turn, TileMap& tile, TileKeys& keys,
+                                         int& next) {
+    unsigned int place = blockIdx.x + (turn * 159u % 256 * gridDim.x >> 8);
+    if (place >= gridDim.x) place -= gridDim.x;
+    const long long first = turn * static_cast<long long>(gridDim.x), tile_idx = first + place;
+    if (first + gridDim.x < params.num_pairs) next = turn + 1;  // right either way: one that finds nothing
+    TileMap mapped;
+    if (!map_packed_tile(params, tile_idx, mapped)) return false;
+    keys = tile_keys(params, mapped);
+    tile = mapped;
+    return true;
+}
+
 // Where a tile of rows lies, and the keys that they see.
 struct Place {
     TileMap tile;
     KeyWalk walk;
-    int next;         // half of a pair that the block goes on with; 0: none
+    int next;         // half of a pair, or turn, that the block goes on with; 0: none
     int keys_before;  // tiles that it has walked through
 
+    // Whether there was no tile left.
+    __device__ __forceinline__ bool is_empty() const { return kVarlen && tile.num_rows == 0; }
     __device__ __forceinline__ int begin() const { return kWalksOn ? keys_before : 0; }
     // Called by all threads of a warp.
     __device__ __forceinline__ void find(const AttentionParams& params, int half, int new_keys_before) {
         TileKeys keys;
         int next_half = 0;
-        if constexpr (kWalksOn) {
+        if constexpr (kWalksOn && kVarlen) {
+            if (thread_index_again() % 32 == 0) tile.num_rows = 0, next = 0;
+            __syncwarp();
+            if (!map_turn(params, half, tile, keys, next_half)) return;
+        } else if constexpr (kWalksOn) {
             if (!map_half(params, half, tile, keys, next_half)) return;
         } else {
             if (!map_block(params, tile, keys)) return;

@@ -80,6 +80,8 @@ class Pace(NamedTuple):
     """For each key of each key head, read once."""
     next_tile: float
     """Of a tile that a block goes on with, beside its keys."""
+    uneven: bool = False
+    """Whether such blocks take tiles as they come, and not in pairs that are alike."""
 
 
 def pace_of(
@@ -90,6 +92,7 @@ def pace_of(
     most_splits: int = MAX_SPLITS,
     prepared_row: tuple[int, int] = (0, 0),
     readers: float = 0,
+    uneven: bool = False,
 ) -> Pace:
     """Work out the times of a tile of which a multiprocessor holds `max_blocks`.
 
@@ -109,7 +112,7 @@ def pace_of(
     times = tuple(factor * sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile)
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile, uneven)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -146,10 +149,10 @@ def lengths_of(problem: Problem) -> Lengths:
         num_planes *= length
     keys = all_keys
     if traits.op == "attention_varlen":
-        # The host does not know where sequences begin.
+        # The host does not know where sequences begin: as if they were equally long.
         num_sequences = max(batch[0], 1)
-        queries, keys, offset = queries // num_sequences, keys // num_sequences, None
-        all_keys = keys
+        queries, keys = queries // num_sequences, keys // num_sequences
+        all_keys, offset = keys, keys - queries if offset is None else offset
     width, later_keys = None, 0
     if right is not None:
         if left is not None:
@@ -288,10 +291,12 @@ def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
 
 
 def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:
-    """Time of as many blocks as the device holds, all of which have equally much to do."""
+    """Time of as many blocks as the device holds, all of which have equally much to do, or nearly."""
     rounds = -(-walk.num_pairs // (len(pace.times) * multiprocessors))
     tiles = 2 * (pace.next_tile + walk.num_steps * walk.average * pace.times[-1])
-    return pace.block - pace.next_tile + rounds * tiles
+    # Where tiles differ, what comes to one block and to another differs by some half of the longest.
+    longer = (1 - walk.average) * walk.num_steps * pace.times[-1] if pace.uneven else 0.0
+    return pace.block - pace.next_tile + rounds * tiles + longer
 
 
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:

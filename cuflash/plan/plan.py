@@ -57,7 +57,7 @@ class Plan(NamedTuple):
     """Bytes of scratch memory in global memory."""
     num_batches: int
     num_pairs: int
-    """Of tiles that blocks go through; 0: each has one tile."""
+    """Of tiles that blocks go through, of packed sequences single ones; 0: each block has one tile."""
     num_m_blocks: int
     group_size: int
     packed_heads: int
@@ -127,7 +127,8 @@ def make_plan(
     num_planes = problem.num_heads_q // packed_heads * num_batches
     num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
     if tile.walks_on:
-        num_pairs = num_m_blocks * -(-num_planes // 2)
+        is_varlen = problem.traits.op == "attention_varlen"
+        num_pairs = num_m_blocks * (num_planes if is_varlen else -(-num_planes // 2))
         num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)

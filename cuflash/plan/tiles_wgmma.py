@@ -98,9 +98,10 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         held = bucket_v // 2 + tile.block_n * 3 // 4
         if tile.block_m == 192 and (bucket > 64 or traits.alibi_slopes):
             return False
-        if tile.walks_on and (is_varlen or bucket_v == 192):
+        widest = max(bucket, bucket_v)
+        if tile.walks_on and (bucket_v == 192 or (is_varlen and widest > 128)):
             return False
-        if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and max(bucket, bucket_v) > 96:
+        if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
             return False
         most = 128 if tile.block_m == 192 else 184
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block

@@ -9,10 +9,11 @@ import pytest
 from emulator.emulator import Emulator, compiler
 
 import cuflash
+from cuflash import reference
 from cuflash.gpu.launch import device_info
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS
-from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe import describe_attention, describe_varlen
 from cuflash.settings import Settings
 from cuflash.testing import Case, check, describe, make_data, run
 from kernels.test_forward_mma import assert_right, draw
@@ -41,10 +42,11 @@ def walks(emulator: Emulator) -> None:
         return
     x = draw(3, 140, 16)
     assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one pair to each
+    device = emulator.device._replace(num_multiprocessors=3)
     for shape_q, shape_k, options in SHAPES.values():
-        device = emulator.device._replace(num_multiprocessors=3)
         walking = Emulator(KERNEL, tile_of(shape_q), device, emulator.seed, emulator.sources)
         _walk(walking, shape_q, shape_k, options)
+    _walk_packed(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources))
 
 
 def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -52,6 +54,28 @@ def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...]
     plan = make_plan(describe_attention(q, k, v, **options)[0], emulator.device, emulator.settings)
     assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
     assert_right(emulator, q, k, v, **options)
+
+
+def _walk_packed(emulator: Emulator) -> None:
+    """Sequences of several tiles, one, and none, and tokens behind them."""
+    boundaries = np.cumsum([0, 300, 0, 50, 129, 5])
+    q, k, v = (draw(500, 2, 32, seed=seed) for seed in range(3))
+    call = q, k, v, boundaries, boundaries
+    for causal in (False, True):
+        problem = describe_varlen(*call, causal=causal)[0]
+        plan = make_plan(problem, emulator.device, emulator.settings)
+        assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
+        out, lse = emulator.attention_varlen(*call, causal=causal, return_lse=True)
+        exact, exact_lse = reference.attention_varlen(*call, causal=causal)
+        np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
+        np.testing.assert_allclose(lse, exact_lse, atol=1e-4)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+def test_blocks_walk_on_through_packed_sequences() -> None:
+    emulator = Emulator(KERNEL, TILE)
+    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    _walk_packed(emulator)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -93,3 +117,32 @@ def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, dtype: str
         first, second = (run(case, data, cupy) for _ in range(2))
     check(case, data, first, rounds_weights=True)
     assert first.out.tobytes() == second.out.tobytes() and first.lse.tobytes() == second.lse.tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool) -> None:
+    """Equal lengths, lengths drawn, and none."""
+    import cupy
+
+    rng = np.random.default_rng(5)
+    for lengths in ([512] * 24, [*rng.integers(0, 900, 40), 0, 3000]):
+        boundaries = np.cumsum([0, *lengths])
+        q, k, v = (rng.standard_normal((boundaries[-1] + 77, 12, 128)).astype(np.float16) for _ in range(3))
+        call = [cupy.asarray(x) for x in (q, k, v, boundaries, boundaries)]
+        problem = describe_varlen(*call, causal=causal)[0]
+        spec = next(spec for spec in KERNELS if spec.name == KERNEL)
+        if spec.refusal(problem.traits, device_info(0)) is not None:
+            pytest.skip(f"{KERNEL} is not for this GPU")
+        assert make_plan(problem, device_info(0), Settings(KERNEL, TILE, False)).num_pairs
+        found = []
+        for _ in range(2):
+            out, lse = cupy.full_like(call[0], np.nan), cupy.full(q.shape[:-1], np.nan, np.float32)
+            with cuflash.options(kernel=KERNEL, tile=TILE):
+                cuflash.attention_varlen(*call, causal=causal, out=out, lse=lse)
+            found.append((out.get(), lse.get()))
+        assert found[0][0].tobytes() == found[1][0].tobytes() and found[0][1].tobytes() == found[1][1].tobytes()
+        with cuflash.options(kernel="forward_mma"):
+            out, lse = cuflash.attention_varlen(*call, causal=causal, return_lse=True)
+        np.testing.assert_allclose(found[0][0].astype("f"), out.get().astype("f"), atol=4e-3)
+        np.testing.assert_allclose(found[0][1], lse.get(), rtol=1e-5, atol=1e-5)

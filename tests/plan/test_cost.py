@@ -80,7 +80,7 @@ def test_lengths() -> None:
     assert lengths_of(dense(gpu((1, 8, 64)), gpu((1, 8, 64)), query_offset=-9, causal=True)).keys == 0
     last = dense(gpu((2, 8, 1, 64)), gpu((2, 2, 1024, 64)), window=(9, 0))
     assert lengths_of(last)[3:] == (10, 0, 10, 1024), "but all keys would be made ready"
-    assert lengths_of(packed(4, 256, 8, 2, 64, "float16", causal=True)) == Lengths(64, 4, 32, 64, 0, None, 64)
+    assert lengths_of(packed(4, 256, 8, 2, 64, "float16", causal=True)) == Lengths(64, 4, 32, 64, 63, None, 64)
 
 
 def test_heads_share_a_tile_that_one_does_not_fill() -> None:
@@ -125,6 +125,8 @@ def test_blocks_walk_on_where_there_are_many_tiles() -> None:
     many, one = Walk(4 * 264, 8, 1.0, 512, 2 * 264), Walk(264, 8, 1.0, 512, 132)
     assert time_of(pace, many, 132, 1) == 2 - 0.5 + 4 * (0.5 + 8 * 1.5) < time_of(PACE, many, 132, 1)
     assert time_of(pace, one, 132, 1) > time_of(PACE, one, 132, 1)
+    uneven, later = pace._replace(uneven=True), many._replace(average=0.5)
+    assert time_of(uneven, later, 132, 1) == time_of(pace, later, 132, 1) + 4 * 1.5
 
 
 def test_blocks_of_different_lengths_drift_apart() -> None:
