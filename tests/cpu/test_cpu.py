@@ -359,6 +359,16 @@ def test_large_logits() -> None:
     _run(q, k, v * 1e-36)
 
 
+def test_peak_is_found_wherever_it_is() -> None:
+    rng = np.random.default_rng(0)
+    for num_keys in (255, 257, 300, 1000):
+        q, v = np.full((64, 16), 100.0), rng.standard_normal((num_keys, 16))
+        for place in (0, num_keys // 2, num_keys - 1):
+            k = np.zeros((num_keys, 16))
+            k[place] = 100.0
+            np.testing.assert_array_equal(cuflash.attention(q, k, v), np.broadcast_to(v[place], (64, 16)))
+
+
 @pytest.mark.usefixtures("small_tiles")
 def test_peak_rises_from_tile_to_tile() -> None:
     q, k, v = _draw(np.random.default_rng(11), np.float32, (1, 1), (16, 1000), (8, 8))
