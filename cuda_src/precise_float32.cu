@@ -63,6 +63,7 @@ constexpr unsigned int kAnyRow = 8;  // beside what is found in rows (precise/pa
 // products beside its own. Called by the whole block.
 __device__ __forceinline__ unsigned int refused_kinds(unsigned int of_queries) {
     const bool tiny = any_thread(of_queries & kHasTiny), zero = any_thread(of_queries & kHasZero);
+    // right either way: the slow way is right, too
     return any_thread(of_queries & kOutOfRange) ? ~0u : kOutOfRange | (tiny ? kHasZero : 0) | (zero ? kHasTiny : 0);
 }
 
@@ -88,8 +89,10 @@ __device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& soft
             tile_sum += score;
         }
         softmax.row_sum[r] += tile_sum;
+        // right either way: a key that leads may be looked for in vain
         alone |= tile_sum == 1;
     }
+    // right either way: the same
     return grown && __any_sync(0xffffffffu, alone);
 }
 
@@ -178,7 +181,9 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         if constexpr (kHasValues) {
             found = shared.v.arrive(params.head_dim_v, value_scale.least(), value_scale.exponent()) & ~kHasZero;
             // Pairs of V are there, and K has been multiplied.
+            // right either way: one that is found again
             if (any_thread(found)) value_scale.follow(shared.v, found);
+            // right either way: it may be looked for in vain
             if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
             load_next_k();
             // fence: pairs of weights are not made earlier
@@ -187,8 +192,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             else if (sees)
                 accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
                                       total);
+            // right either way: a sum may be shorter
             if (static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0) total.take(o, softmax);
         }
+        // right either way: nobody multiplies what is behind the last key
         if (n_next < keys.any.end) found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
     const Place place(thread_index_again());

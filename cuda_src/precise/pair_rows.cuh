@@ -107,6 +107,7 @@ struct PairRows {
         for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
             largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
         const unsigned int exponent = __float_as_uint(largest) >> 23;
+        // right either way: rows that are so small are multiplied one by one
         const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
         __syncwarp();                      // all of the row has been read
         unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
@@ -118,6 +119,7 @@ struct PairRows {
             for (int i = 0; i < 2; ++i) {
                 pair_of(chunks[chunk].values[2 * i] * factor, chunks[chunk].values[2 * i + 1] * factor, first.words[i],
                         second.words[i]);
+                // right either way: zeros behind the last feature may count as such, which is slower
                 if (column < num_features) least = smaller_magnitudes(least, first.words[i]);
             }
             words(row, column) = first;
@@ -125,7 +127,9 @@ struct PairRows {
         }
         const float low = float_from_half_bits(static_cast<unsigned short>(least));
         const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
+        // right either way: the slow way is right, too
         const bool has_least = minimum(low, high) < kLeastScaled;
+        // right either way: the slow way is right, too
         return {__uint_as_float(exponent << 23), has_least ? kHasZero | tiny_ones(chunks, factor) : 0};
     }
 

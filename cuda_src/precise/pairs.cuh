@@ -29,6 +29,7 @@ struct FoundInRow {
 
 __device__ __forceinline__ unsigned int out_of_range(float scale, unsigned int least, unsigned int most) {
     const unsigned int exponent = __float_as_uint(scale) >> 23;
+    // right either way: the slow way is right, too
     return exponent != 0 && (exponent < least || exponent > most) ? kOutOfRange : 0;
 }
 
@@ -40,8 +41,10 @@ __device__ __forceinline__ unsigned int tiny_ones(const Vector16 (&chunks)[kChun
     for (const Vector16& chunk : chunks) {
 #pragma unroll
         for (const float value : chunk.values)
+            // right either way: the slow way is right, too
             tiny |= __float_as_uint(value) << 1 != 0 && absolute(value * factor) < kLeastScaled;
     }
+    // right either way: the slow way is right, too
     return tiny ? kHasTiny : 0;
 }
 
@@ -55,6 +58,7 @@ __device__ __forceinline__ void pair_of(float low, float high, unsigned int& fir
 
 // What a pair leaves out of a value.
 __device__ __forceinline__ float rest_of_pair(float value) {
+    // right either way: values beyond them are not in pairs
     const unsigned int exponent = min(max(__float_as_uint(absolute(value)) >> 23, 1u), 253u);
     unsigned int first, second;
     const float scaled = value * __uint_as_float((254 - exponent) << 23);

@@ -30,12 +30,14 @@ struct PreparedRows {
     // Rows from an address on, the first `num_rows` of them; others become zeros.
     __device__ __forceinline__ void load(const char* source, const Strides&, int, long long num_rows) {
         const int thread = thread_index_again();
+        // right either way: it only keeps the cast in range
         const int rows_left = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
         const SharedAddress target = shared_address(rows[0]) + thread * 16;
         source += thread * 16;
         const int chunks_left = rows_left * (kRowBytes / 16) - thread;
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; chunk += kThreads)
+            // right either way: the other side asks what the compiler may not know
             if (chunk + kThreads <= kChunks || chunk + thread < kChunks)
                 cp_async_16(target + chunk * 16, source + chunk * 16, chunk < chunks_left);
         if (thread < kNumRows)

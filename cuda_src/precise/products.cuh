@@ -22,7 +22,8 @@ __device__ __forceinline__ void multiply_pairs(float (&first)[4], float (&second
 // scores = Q K^T, of the features that the warp sums over; so many keys at a time as there are registers for.
 __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows, KeyRows<kBlockN, kHeadDim>& k_rows,
                                             const Place& place, Scores& scores) {
-    constexpr int kNumSteps = (kSteps + kWarpsPerRow - 1) / kWarpsPerRow;
+    constexpr int kNumSteps = kSteps / kWarpsPerRow;
+    static_assert(kNumSteps * kWarpsPerRow == kSteps, "warps have as many steps");
     const SharedAddress q =
         shared_address(q_rows.rows[place.group * kRowsPerWarp + place.lane % 16]) + place.lane / 16 * 16;
     const SharedAddress k = shared_address(k_rows.rows[place.lane / 16 * 8 + place.lane % 8]) + place.lane / 8 % 2 * 16;
@@ -33,10 +34,10 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
 #pragma unroll(kNumSteps <= 8 ? kNumSteps : 2)
         for (int i = 0; i < kNumSteps; ++i) {
             const int step = i * kWarpsPerRow + place.share;
-            // fence: nothing is fetched further ahead
-            if constexpr (!kPrepared || kProducts > 1)
-                __syncwarp();  // the compiler would fetch more than it has registers for
-            if (kSteps % kWarpsPerRow != 0 && step >= kSteps) continue;
+            if constexpr (!kPrepared || kProducts > 1) {
+                // fence: nothing is fetched further ahead, for which there are no registers
+                __syncwarp();
+            }
             Fragment queries[2];
             ldmatrix_x4(queries[0], q + step * 32);
             if constexpr (kProducts > 1) ldmatrix_x4(queries[1], q + q_rows.kSecond + step * 32);
@@ -104,9 +105,10 @@ __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, 
             float sums[2][kAtOnce][4] = {};
 #pragma unroll
             for (int step = 0; step < kStepsPerSum; ++step) {
-                // fence: nothing is fetched further ahead
-                if constexpr (!kPrepared || kProducts > 1)
-                    __syncwarp();  // the compiler would fetch more than it has registers for
+                if constexpr (!kPrepared || kProducts > 1) {
+                    // fence: nothing is fetched further ahead, for which there are no registers
+                    __syncwarp();
+                }
 #pragma unroll
                 for (int g = 0; g < kAtOnce; g += 2) {
                     const SharedAddress values = v + (first + step) * 16 * v_rows.kRowBytes + (f + g) * 16;

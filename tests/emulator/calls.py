@@ -288,6 +288,7 @@ def _prepared(emulator: Emulator) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(shape).astype("f") for shape in ((2, 4, 70, 40), (2, 2, 150, 40), (2, 2, 150, 40)))
     k[0, 0, 3], k[0, 1, 70, ::2], v[1, 0, 90], v[1, 1, 149] = 0, 1e-30, 1e30, 1e-38
+    v = np.concatenate([v, v], axis=-1)[..., 4:44]  # with strides of its own
     for tile in ("64x32p", "64x64p"):
         out, lse = _pinned(emulator, tile).attention(q, k, v, causal=True, return_lse=True)
         exact, exact_lse = reference.attention(q, k, v, causal=True)
@@ -303,10 +304,59 @@ def _prepared_tokens(emulator: Emulator) -> None:
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((160, heads, 40)).astype("f") for heads in (4, 2, 2))
     boundaries = np.array([0, 30, 30, 111, 150])
-    for keys, values in ((k, v), (np.broadcast_to(k[:1], k.shape), v), (k, np.broadcast_to(v[:1], v.shape))):
+    one_k, one_v = (np.broadcast_to(x[:1], x.shape) for x in (k, v))
+    for keys, values in ((k, v), (one_k, v), (k, one_v), (one_k, one_v)):
         out = _pinned(emulator, "64x32p").attention_varlen(q, keys, values, boundaries, boundaries, causal=True)
         exact, _ = reference.attention_varlen(q, keys, values, boundaries, boundaries, causal=True)
         np.testing.assert_allclose(out, exact, atol=3e-6)
+
+
+def _of_all_sizes(emulator: Emulator) -> None:
+    """Rows and elements that pairs of 16-bit numbers hold, and that they do not."""
+    if emulator.spec.dtypes != ("float32",):
+        return
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((rows, 24)).astype("f") for rows in (20, 70, 70)]
+    for sizes in ((1e-37, 1e8, 1), (1e8, 1e-37, 1), (1e36, 1e-8, 1), (1e-8, 1e36, 1), (1, 1, 1e-37), (1, 1, 3e37)):
+        q, k, v = (x * np.float32(size) for x, size in zip(arrays, sizes, strict=True))
+        _assert_digits(emulator, q, k, v, scale=0.3 / (sizes[0] * sizes[1]))
+    q, k, v = arrays
+    small = np.arange(70) % 2 == 0
+    v[small] *= np.float32(1e-12)
+    _assert_digits(emulator, q, k, v, mask=small)  # as if there were no larger ones beside them
+    # Where one operand is large the other is zero: what decides are tiny elements.
+    for tiny, zero in ((q, k), (k, q)):
+        tiny[:, 0], zero[:, 0] = 1, 0
+        tiny[:, 1:] *= np.float32(1e-11)
+        _assert_digits(emulator, q, k, v, scale=3e10)
+        tiny[:, 1:] *= np.float32(1e11)
+
+
+def _assert_digits(emulator: Emulator, q: Any, k: Any, v: Any, **options: Any) -> None:
+    exact, exact_lse = reference.attention(q, k, v, **options)
+    for tile in ("64x64", "64x32p"):
+        out, lse = _pinned(emulator, tile).attention(q, k, v, return_lse=True, **options)
+        assert (np.abs(out - exact) <= 2e-6 * np.abs(exact).max(-1, keepdims=True)).all()
+        np.testing.assert_allclose(lse, exact_lse, atol=4e-6)
+
+
+def _lse_alone(emulator: Emulator) -> None:
+    x = np.random.default_rng(0).standard_normal((150, 32)).astype(_type(emulator))
+    if "attention_lse" in emulator.spec.operations:
+        lse = emulator.attention_lse(x, x, causal=True)
+        np.testing.assert_allclose(lse, reference.attention_lse(x, x, causal=True), atol=2e-3)
+
+
+def _lone_keys(emulator: Emulator) -> None:
+    """Rows that see one key each, wherever it lies: they return its value to the bit."""
+    if emulator.spec.dtypes != ("float32",):
+        return
+    q, v = np.ones((70, 40), np.float32), np.random.default_rng(0).standard_normal((70, 40)).astype("f")
+    v[5], v[9, ::2], v[13], v[17, ::3] = 1e30, 1e-30, 3e-39, 0
+    keys = np.random.default_rng(1).permutation(70)
+    for tile in ("64x64", "64x32p", "16x16"):
+        out = _pinned(emulator, tile).attention(q, q, v, mask=np.arange(70) == keys[:, np.newaxis])
+        np.testing.assert_array_equal(out, v[keys])
 
 
 def _appended_rows(emulator: Emulator) -> None:
@@ -390,6 +440,9 @@ CALLS: dict[str, Call] = {
     "ping_pong_copies": _ping_pong_copies,
     "prepared": _prepared,
     "prepared tokens": _prepared_tokens,
+    "of_all_sizes": _of_all_sizes,
+    "lone_keys": _lone_keys,
+    "lse_alone": _lse_alone,
     "turns": turns,
     "walks": walks,
     "steps_of_heads": steps_of_heads,
