@@ -259,6 +259,8 @@ class Emulator:
         self.seed = seed
         self.sources = sources
         self.num_splits = num_splits
+        self.poison = 0xFF
+        """Each byte of a workspace before the call."""
 
     def function(self, case: Case) -> Any:
         """Return the stand-in for `case.function`."""
@@ -302,7 +304,7 @@ class Emulator:
             self._append(problem, plan, pointers, spans)
         ranges = [(begin, end, name, name in ("out", "lse")) for name, (_, begin, end) in spans.items() if begin < end]
         # A poisoned workspace of exactly the plan's size.
-        memory = np.full(plan.workspace + 16, 0xFF, np.uint8)
+        memory = np.full(plan.workspace + 16, self.poison, np.uint8)
         workspace = memory.ctypes.data + -memory.ctypes.data % 16
         prepared: tuple[int, ...] = (0, 0)
         if plan.preparation is not None and plan.num_blocks:
