@@ -174,6 +174,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share - kTeam) * kBlockN;
     int turn = 0;
     Places places = {}, ahead = {};  // of this step, and of the next one
+    // right either way: nobody reads the places of keys that are not there
     if (seen.begin < seen.end) ahead = reader.find(n_begin + kTeam * kBlockN);
     // One turn more than there are steps: the first one only sends for keys.
     bool is_step = unknown(0) != 0;  // else the compiler would write out that turn

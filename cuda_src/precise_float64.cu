@@ -139,6 +139,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         copies.load_q();
     }
     OutputTotal total;
+    // right either way: no row sees what is behind the last key
 #pragma unroll 1
     for (long long n_begin = keys.any.begin, first = n_begin; n_begin < keys.any.end;) {
         Scores scores;
@@ -160,6 +161,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         }
         n_begin += kBlockN;
         if constexpr (!kHasValues) continue;
+        // right either way: a sum may be shorter
         if (n_begin - first == kTilesPerSum * kBlockN) {
             total.take(o, softmax);
             first = n_begin;
