@@ -15,8 +15,10 @@ constexpr float kPairStep = 1 << 11;                      // of the second of a 
 constexpr float kUnscaled = 1.0f / (1 << 2 * kPairBits);  // of products of two scaled elements
 // Scaled elements down to this have exact pairs: the second is a multiple of what float16 counts in.
 constexpr float kLeastScaled = 1.0f / (1 << 13);
-// Exponents of rows, biased as a float's are: products of powers of two stay in range.
-constexpr unsigned int kLeastExponent = 127 - 90, kMostExponent = 127 + 90;
+// Exponents of rows, biased as a float's are: the product of two rows' scales and kUnscaled is finite, as 0 times
+// infinity would be NaN.
+constexpr unsigned int kLeastExponent = 127 - 90, kMostExponent = 127 + 77;
+static_assert(2 * (kMostExponent - 127) - 2 * kPairBits <= 127);
 
 // What a lane has found in its part of rows.
 constexpr unsigned int kHasTiny = 1, kHasZero = 2;  // elements that are below kLeastScaled, but not 0; or may be 0, too

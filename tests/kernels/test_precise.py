@@ -128,3 +128,15 @@ def test_infinite_values_stay_infinite(kernel: str) -> None:
     for v in (np.array([[np.inf, -np.inf]]), np.array([[np.inf, -np.inf], [1.0, 1.0]])):
         out = Emulator(kernel).attention(z, np.zeros_like(v), v)
         np.testing.assert_array_equal(out, [[np.inf, -np.inf]])
+
+
+@needs_compiler
+@pytest.mark.parametrize("kernel", [spec.name for spec in KERNELS if "float32" in spec.dtypes])
+@pytest.mark.parametrize("exponent", [77, 78, 90, 91, 120])
+def test_large_rows_whose_products_are_zero(kernel: str, exponent: int) -> None:
+    """Their scales alone, multiplied, may be infinite."""
+    q, k = np.zeros((3, 8), np.float32), np.zeros((5, 8), np.float32)
+    q[:, 0] = k[:, 1] = 2.0**exponent
+    v = np.arange(40, dtype=np.float32).reshape(5, 8)
+    out = Emulator(kernel).attention(q, k, v, precision="tf32" if kernel == "forward_wmma" else "ieee")
+    np.testing.assert_allclose(out, [v.mean(0)] * 3, rtol=1e-3)
