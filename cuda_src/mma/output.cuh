@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
                            *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
     };
     __syncwarp();
-#pragma unroll 2
+#pragma unroll(kWarpFeatures == 192 ? 8 : 2)  // what compilers have registers for
     for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) store(pass, address_behind(staging[pass + own_row], warp));
 }
 
