@@ -29,6 +29,7 @@ from cuflash.plan import (
     tiles_float64,
     tiles_mma,
     tiles_points,
+    tiles_precise_wgmma,
     tiles_scalar,
     tiles_wgmma,
     tiles_wmma,
@@ -125,6 +126,10 @@ def cases() -> list[Case]:
             found.append(case._replace(has_values=False))
     for case in [case for case in found if case.kernel == "precise_float32"]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
+        if case.head_dim <= 256:
+            found.append(case._replace(kernel="precise_wgmma"))
+        if case.head_dim <= 128:
+            found.append(case._replace(kernel="precise_wgmma", precision="tf32"))
     found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (("forward_decode", 8), ("forward_decode", 32), ("forward_wgmma", 1)):
@@ -299,6 +304,8 @@ FAMILIES = {
     tiles_points.COST_OF_DOUBLES: "forward_points, float64",
     tiles_float32.COST: "precise_float32",
     tiles_float32.COST_OF_TF32: "precise_float32, tf32",
+    tiles_precise_wgmma.COST: "precise_wgmma",
+    tiles_precise_wgmma.COST_OF_TF32: "precise_wgmma, tf32",
     tiles_float64.COST: "precise_float64",
     tiles_float64.COST_WITHOUT_VALUES: "precise_float64, without values",
     tiles_scalar.COST: "forward_scalar",

@@ -19,30 +19,10 @@
 #endif
 
 #include "common/schedule.cuh"
-#include "precise/leading_keys.cuh"
-#include "precise/one_by_one.cuh"
-#include "precise/output.cuh"
+#include "precise/float32.cuh"
 #include "precise/products.cuh"
-#include "precise/scores.cuh"
 
 namespace cuflash {
-
-static_assert(kDtype == CUFLASH_FLOAT32);
-
-// What a tile row needs for every tile of keys, looked up once: calls between the products would cost registers.
-struct TileRow {
-    KeyRange visible;
-    const char* query;  // null behind the last row
-};
-
-struct RowsLookedUp {
-    const TileRow (&rows)[kBlockM];
-    const LogitRow* logits;
-
-    __device__ __forceinline__ KeyRange visible(int row) const { return rows[row].visible; }
-    __device__ __forceinline__ LogitRow logit(int row) const { return logits[row]; }
-    __device__ __forceinline__ const char* query(int row) const { return rows[row].query; }
-};
 
 struct SharedTiles {
     PairRows<kBlockM, kHeadDim> q;
@@ -56,46 +36,6 @@ struct SharedTiles {
     TileKeys keys;
 };
 
-constexpr unsigned int kAnyRow = 8;  // beside what is found in rows (precise/pairs.cuh)
-
-// Kinds of rows of K that are not to be multiplied with Q by pairs, all kinds if rows of Q themselves are not. A tiny
-// element, of which pairs lose digits, does no harm where no element of the other operand is tiny: there are larger
-// products beside its own. Called by the whole block.
-__device__ __forceinline__ unsigned int refused_kinds(unsigned int of_queries) {
-    const bool tiny = any_thread(of_queries & kHasTiny), zero = any_thread(of_queries & kHasZero);
-    // right either way: the slow way is right, too
-    return any_thread(of_queries & kOutOfRange) ? ~0u : kOutOfRange | (tiny ? kHasZero : 0) | (zero ? kHasTiny : 0);
-}
-
-// Keys of the tile from `n_begin` on.
-__device__ __forceinline__ int num_keys_of(const TileKeys& keys, long long n_begin) {
-    // right either way: it only keeps the cast in range
-    return static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
-}
-
-// Logits -> weights relative to the maxima of their rows. Returns whether a lane's weights in a row are those of a new
-// maximum alone.
-__device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& softmax, Output& o) {
-    float maxima[kRows];
-    const bool grown = follow_maxima(scores, softmax, o, maxima);
-    bool alone = false;
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float tile_sum = 0;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            float& score = at(scores, r, i);
-            score = exp2_approximate((score - maxima[r]) * 1.4426950408889634f);
-            tile_sum += score;
-        }
-        softmax.row_sum[r] += tile_sum;
-        // right either way: a key that leads may be looked for in vain
-        alone |= tile_sum == 1;
-    }
-    // right either way: the same
-    return grown && __any_sync(0xffffffffu, alone);
-}
-
 // What a block has on its way into shared memory.
 struct Copies {
     const AttentionParams& params;
@@ -103,12 +43,12 @@ struct Copies {
 
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
     __device__ __forceinline__ void load_k(long long n_begin) const {
-        const char* rows = kPrepared ? shared.prepared.k + n_begin * shared.k.kRowBytes
+        const char* rows = kPrepared ? shared.prepared.k + n_begin * prepared_bytes(kHeadDim)
                                      : shared.tile.k + n_begin * params.k_strides.row;
         shared.k.load(rows, params.k_strides, params.head_dim, shared.keys.any.end - n_begin);
     }
     __device__ __forceinline__ void load_v(long long n_begin) const {
-        const char* rows = kPrepared ? shared.prepared.v + n_begin * shared.v.kRowBytes
+        const char* rows = kPrepared ? shared.prepared.v + n_begin * prepared_bytes(kHeadDimV)
                                      : shared.tile.v + n_begin * params.v_strides.row;
         shared.v.load(rows, params.v_strides, params.head_dim_v, shared.keys.any.end - n_begin);
     }
@@ -117,14 +57,6 @@ struct Copies {
         shared.q.gather(params.head_dim, params.q_strides.column, [&](int row) { return shared.rows[row].query; });
     }
 };
-
-__device__ __forceinline__ void look_up_rows(const AttentionParams& params, SharedTiles& shared) {
-    for (int i = threadIdx.x; i < kBlockM; i += kThreads) {
-        const Row row = row_at(params, shared.tile, i);
-        shared.rows[i] = {visible_keys(params, shared.tile, row.query), query_row(params, shared.tile, i)};
-        if constexpr (kHasRowTerms) shared.logits[i] = logit_row(params, shared.tile, i);
-    }
-}
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) {
@@ -148,7 +80,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         look_up_rows(params, shared);
         __syncthreads();
         copies.load_q();
-        refused = refused_kinds(shared.q.arrive(params.head_dim, kLeastExponent, kMostExponent));
+        refused = refused_kinds(shared.q.arrive(params.head_dim, kLeastExponent, kMostExponent), any_thread);
         found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
 #pragma unroll 1
@@ -175,15 +107,15 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             load_next_k();
         }
         if (sees) {  // right either way: weights are 0 else
-            scores_to_logits(params, tile, rows, keys, n_begin, place(), scores);
+            scores_to_logits(params, tile, rows, score_scale(params), is_at_edge(keys, n_begin), n_begin, place(),
+                             scores);
             leads = weigh(scores, softmax, o);
         }
         if constexpr (kHasValues) {
             found = shared.v.arrive(params.head_dim_v, value_scale.least(), value_scale.exponent()) & ~kHasZero;
             // Pairs of V are there, and K has been multiplied.
-            // right either way: one that is found again
-            if (any_thread(found)) value_scale.follow(shared.v, found);
-            // right either way: it may be looked for in vain
+            // right either way: the scale may follow at any time
+            if (any_thread(found)) value_scale.follow(shared.v, any_thread(found & kHasTiny));
             if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
             load_next_k();
             // fence: pairs of weights are not made earlier
@@ -192,10 +124,10 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             else if (sees)
                 accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
                                       total);
-            // right either way: a sum may be shorter
+            // right either way: sums may start again at any time
             if (static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0) total.take(o, softmax);
         }
-        // right either way: nobody multiplies what is behind the last key
+        // right either way: nobody looks at the last rows again
         if (n_next < keys.any.end) found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
     const Place place(thread_index_again());

@@ -152,7 +152,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         }
         if constexpr (!kHasValues) copies.load_next_k(n_begin);
         if (sees) {  // right either way: weights are 0 else
-            scores_to_logits(params, tile, rows, keys, n_begin, place, scores);
+            scores_to_logits(params, tile, rows, score_scale(params), is_at_edge(keys, n_begin), n_begin, place,
+                             scores);
             weigh(shared, place, scores, softmax, o);
         }
         if constexpr (kHasValues) {

@@ -7,10 +7,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuflash.plan.table import KernelSpec
+from cuflash.plan.axes import walked_axes
+from cuflash.plan.table import Device, KernelSpec
+from cuflash.problem.problem import Problem
 from cuflash.testing import LAYOUTS, Cached, Case
 
 Shape = tuple[int, ...]
+
+
+def serves(spec: KernelSpec, problem: Problem, device: Device) -> bool:
+    """Whether a row serves a problem. Where a launch prepares keys and values, that one has to walk all axes."""
+    if spec.refusal(problem.traits, device) is not None:
+        return False
+    return not walked_axes(problem, False)[0] or not all(tile.prepared for tile in spec.tiles(problem.traits, device))
 
 
 def _lengths() -> list[Case]:

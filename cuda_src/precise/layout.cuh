@@ -6,7 +6,7 @@
 
 namespace cuflash {
 
-constexpr int kNumWarps = kThreads / 32;
+constexpr int kNumWarps = (kThreads - kProducers) / 32;
 constexpr int kRowsPerWarp = 16, kRows = 2;                       // of a lane
 constexpr int kKeyTiles = kBlockN / 8, kColumns = 2 * kKeyTiles;  // of a lane, in each of its rows
 constexpr int kSteps = kHeadDim / 16;                             // of the sum over features

@@ -33,11 +33,8 @@ struct LeadingKeys {
                                              OutputTotal& total) const {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-            // right either way: what is left out belongs to the value, whatever else the row sees
             const bool alone = quad_sum(total.sums[r][OutputTotal::kValues]) == 1;
-            // right either way: the same
-            if (!alone) continue;
-            if (keys[r] < 0) continue;
+            if (!alone || keys[r] < 0) continue;
             const char* value = tile.v + keys[r] * params.v_strides.row;
 #pragma unroll 1
             for (int i = 0; i < OutputTotal::kValues; ++i) {

@@ -4,15 +4,14 @@
 #include "common/load.cuh"
 #include "precise/layout.cuh"
 #include "precise/pairs.cuh"
+#include "precise/row_layout.cuh"
 #include "ptx/maximum.cuh"
 
 namespace cuflash {
 
 // Rows of a tile in shared memory, as they arrive or as pairs: first the firsts of all elements, then the seconds.
 template <int kNumRows, int kWidth>
-struct PairRows {
-    static constexpr int kRowBytes = 4 * kWidth + 16, kSecond = 2 * kWidth;  // bytes to the seconds
-    alignas(16) float rows[kNumRows][kRowBytes / 4];
+struct PairRows : RowLayout<kNumRows, kWidth, true> {
     float scales[kNumRows];  // see FoundInRow
 
     // Lanes take the chunks of four elements of a row by turns. Those that store at a time then reach all banks.
@@ -20,8 +19,8 @@ struct PairRows {
     static constexpr int kWanted = kIdle > kWide ? kIdle : kWide;
     static constexpr int kLanes = kWanted < 8 ? 8 : kWanted > 32 ? 32 : kWanted;
     static constexpr int kChunks = (kWidth / 4 + kLanes - 1) / kLanes;
-    static constexpr int kPasses = kNumRows * kLanes / kThreads;
-    static_assert(kPasses * kThreads == kNumRows * kLanes, "each thread has a row in each pass");
+    static constexpr int kPasses = kNumRows * kLanes / (32 * kNumWarps);
+    static_assert(kPasses * 32 * kNumWarps == kNumRows * kLanes, "each thread has a row in each pass");
 
     __device__ __forceinline__ float scale(int row) const { return scales[row]; }
     static __host__ __device__ constexpr int row_of(int thread, int pass) {
@@ -40,12 +39,14 @@ struct PairRows {
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int column = column_of(thread, chunk);
             if constexpr (kVectorLoads) {
-                cp_async_16(shared_address(&rows[row][column]), source + column * 4, valid && column < num_features);
+                cp_async_16(shared_address(this->floats(row, column)), source + column * 4,
+                            valid && column < num_features);
             } else {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const bool has = valid && column + e < num_features;
-                    rows[row][column + e] = has ? load_bits<float>(source + (column + e) * feature_stride) : 0.0f;
+                    this->floats(row, column)[e] =
+                        has ? load_bits<float>(source + (column + e) * feature_stride) : 0.0f;
                 }
             }
         }
@@ -89,6 +90,7 @@ struct PairRows {
             if (thread % kLanes == 0) scales[row] = in_row.scale;
             found |= in_row.kinds | out_of_range(in_row.scale, least_exponent, most_exponent);
         }
+        if constexpr (kWarpgroups) fence_async_proxy();
         return found;
     }
 
@@ -99,7 +101,7 @@ struct PairRows {
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
             const int column = column_of(thread, chunk);
-            chunks[chunk] = *reinterpret_cast<const Vector16*>(&rows[row][column]);
+            chunks[chunk] = *reinterpret_cast<const Vector16*>(this->floats(row, column));
 #pragma unroll
             for (const float value : chunks[chunk].values) largest = larger_magnitude(largest, value);
         }
@@ -107,8 +109,9 @@ struct PairRows {
         for (int lanes = kLanes / 2; lanes > 0; lanes /= 2)
             largest = larger_magnitude(largest, __shfl_xor_sync(0xffffffffu, largest, lanes));
         const unsigned int exponent = __float_as_uint(largest) >> 23;
-        // right either way: rows that are so small are multiplied one by one
-        const float factor = __uint_as_float(min(254 + kPairBits - exponent, 254u) << 23);
+        // Rows of zeros stay so with any finite factor; of those out of range nobody multiplies the pairs.
+        static_assert(kLeastExponent >= kPairBits, "others have a factor");
+        const float factor = __uint_as_float((254 + kPairBits - exponent) << 23);
         __syncwarp();                      // all of the row has been read
         unsigned int least = 0x7c007c00u;  // magnitudes, beginning with infinities
 #pragma unroll
@@ -119,17 +122,17 @@ struct PairRows {
             for (int i = 0; i < 2; ++i) {
                 pair_of(chunks[chunk].values[2 * i] * factor, chunks[chunk].values[2 * i + 1] * factor, first.words[i],
                         second.words[i]);
-                // right either way: zeros behind the last feature may count as such, which is slower
+                // right either way: one by one is right for all, if slower
                 if (column < num_features) least = smaller_magnitudes(least, first.words[i]);
             }
             words(row, column) = first;
-            if constexpr (kProducts > 1) words(row, column, kSecond) = second;
+            if constexpr (kProducts > 1) words(row, column, this->kSecond) = second;
         }
         const float low = float_from_half_bits(static_cast<unsigned short>(least));
         const float high = float_from_half_bits(static_cast<unsigned short>(least >> 16));
-        // right either way: the slow way is right, too
+        // right either way: one by one is right for all, if slower
         const bool has_least = minimum(low, high) < kLeastScaled;
-        // right either way: the slow way is right, too
+        // right either way: tiny ones may be looked for in vain
         return {__uint_as_float(exponent << 23), has_least ? kHasZero | tiny_ones(chunks, factor) : 0};
     }
 
@@ -137,7 +140,7 @@ struct PairRows {
         unsigned int words[2];
     };
     __device__ __forceinline__ Words& words(int row, int column, int offset = 0) {
-        return *reinterpret_cast<Words*>(reinterpret_cast<char*>(rows[row]) + offset + column * 2);
+        return *reinterpret_cast<Words*>(this->firsts(row, column) + offset);
     }
 };
 

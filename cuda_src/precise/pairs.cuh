@@ -31,8 +31,8 @@ struct FoundInRow {
 
 __device__ __forceinline__ unsigned int out_of_range(float scale, unsigned int least, unsigned int most) {
     const unsigned int exponent = __float_as_uint(scale) >> 23;
-    // right either way: the slow way is right, too
-    return exponent != 0 && (exponent < least || exponent > most) ? kOutOfRange : 0;
+    if (exponent == 0) return 0;  // right either way: one by one is right for zeros, too, if slower
+    return exponent < least || exponent > most ? kOutOfRange : 0;
 }
 
 // Whether there are tiny elements that are not 0, those below a float's normal range among them.
@@ -43,10 +43,10 @@ __device__ __forceinline__ unsigned int tiny_ones(const Vector16 (&chunks)[kChun
     for (const Vector16& chunk : chunks) {
 #pragma unroll
         for (const float value : chunk.values)
-            // right either way: the slow way is right, too
+            // right either way: one by one is right for all, if slower
             tiny |= __float_as_uint(value) << 1 != 0 && absolute(value * factor) < kLeastScaled;
     }
-    // right either way: the slow way is right, too
+    // right either way: one by one is right for all, if slower
     return tiny ? kHasTiny : 0;
 }
 
@@ -58,10 +58,9 @@ __device__ __forceinline__ void pair_of(float low, float high, unsigned int& fir
     second = half2_bits_from_floats(low_rest * kPairStep, high_rest * kPairStep);
 }
 
-// What a pair leaves out of a value.
+// What a pair leaves out of a value, which is 0 or neither tiny nor huge: rows of others have no pairs.
 __device__ __forceinline__ float rest_of_pair(float value) {
-    // right either way: values beyond them are not in pairs
-    const unsigned int exponent = min(max(__float_as_uint(absolute(value)) >> 23, 1u), 253u);
+    const unsigned int exponent = __float_as_uint(absolute(value)) >> 23;
     unsigned int first, second;
     const float scaled = value * __uint_as_float((254 - exponent) << 23);
     pair_of(scaled, 0, first, second);

@@ -10,39 +10,25 @@
 
 namespace cuflash {
 
-// A row of `width` elements: the firsts of all of them, their seconds, and what has been found in it.
-__host__ __device__ constexpr int prepared_second(int width) { return 2 * width; }
-__host__ __device__ constexpr int prepared_found(int width) { return (kProducts > 1 ? 4 : 2) * width; }
-__host__ __device__ constexpr int prepared_bytes(int width) { return prepared_found(width) + 16; }
-
 // Rows of a tile in shared memory.
 template <int kNumRows, int kWidth>
-struct PreparedRows {
-    static constexpr int kRowBytes = prepared_bytes(kWidth), kSecond = prepared_second(kWidth);
-    static constexpr int kChunks = kNumRows * kRowBytes / 16;
+struct PreparedRows : RowLayout<kNumRows, kWidth, (kProducts > 1)> {
     struct alignas(16) Found : FoundInRow {};
-    alignas(16) char rows[kNumRows][kRowBytes];
     Found found[kNumRows];  // copied by those who look at it first
 
     static_assert(kNumRows <= kThreads);
 
     __device__ __forceinline__ float scale(int row) const { return found[row].scale; }
-    // Rows from an address on, the first `num_rows` of them; others become zeros.
-    __device__ __forceinline__ void load(const char* source, const Strides&, int, long long num_rows) {
-        const int thread = thread_index_again();
-        // right either way: it only keeps the cast in range
-        const int rows_left = static_cast<int>(min(num_rows, static_cast<long long>(kNumRows)));
-        const SharedAddress target = shared_address(rows[0]) + thread * 16;
-        source += thread * 16;
-        const int chunks_left = rows_left * (kRowBytes / 16) - thread;
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; chunk += kThreads)
-            // right either way: the other side asks what the compiler may not know
-            if (chunk + kThreads <= kChunks || chunk + thread < kChunks)
-                cp_async_16(target + chunk * 16, source + chunk * 16, chunk < chunks_left);
+    // The thread's part of rows from an address on, the first `num_rows` of them; others become zeros.
+    __device__ __forceinline__ void load(const char* source, int thread, int num_rows) {
+        this->copy(source, thread, num_rows);
         if (thread < kNumRows)
-            cp_async_16(shared_address(&found[thread]), source + thread * (kRowBytes - 16) + prepared_found(kWidth),
-                        thread < rows_left);
+            cp_async_16(shared_address(&found[thread]),
+                        source + thread * prepared_bytes(kWidth) + prepared_found(kWidth), thread < num_rows);
+    }
+    __device__ __forceinline__ void load(const char* source, const Strides&, int, long long num_rows) {
+        // right either way: it only keeps the product in range
+        load(source, thread_index_again(), static_cast<int>(min(num_rows, static_cast<long long>(kNumRows))));
     }
     // Waits for them, and returns what the thread has found; see PairRows.
     __device__ __forceinline__ unsigned int arrive(int, unsigned int least_exponent, unsigned int most_exponent) const {
@@ -50,6 +36,17 @@ struct PreparedRows {
         cp_async_wait();
         if (row >= kNumRows) return 0;
         return found[row].kinds | out_of_range(found[row].scale, least_exponent, most_exponent);
+    }
+    // What a lane has found, when they are there: each has some rows of its warp's, which looks at all of them.
+    __device__ __forceinline__ unsigned int found_by_lane(int lane, unsigned int least_exponent,
+                                                          unsigned int most_exponent) const {
+        unsigned int kinds = 0;
+#pragma unroll
+        for (int row = 0; row < kNumRows; row += 32) {
+            const FoundInRow& in_row = found[row + lane];
+            kinds |= in_row.kinds | out_of_range(in_row.scale, least_exponent, most_exponent);
+        }
+        return kinds;
     }
 };
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ void multiply_pairs(float (&first)[4], float (&second
 __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows, KeyRows<kBlockN, kHeadDim>& k_rows,
                                             const Place& place, Scores& scores) {
     constexpr int kNumSteps = kSteps / kWarpsPerRow;
-    static_assert(kNumSteps * kWarpsPerRow == kSteps, "warps have as many steps");
+    static_assert(kNumSteps * kWarpsPerRow == kSteps, "each warp has as many");
     const SharedAddress q =
         shared_address(q_rows.rows[place.group * kRowsPerWarp + place.lane % 16]) + place.lane / 16 * 16;
     const SharedAddress k = shared_address(k_rows.rows[place.lane / 16 * 8 + place.lane % 8]) + place.lane / 8 % 2 * 16;
@@ -34,10 +34,8 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
 #pragma unroll(kNumSteps <= 8 ? kNumSteps : 2)
         for (int i = 0; i < kNumSteps; ++i) {
             const int step = i * kWarpsPerRow + place.share;
-            if constexpr (!kPrepared || kProducts > 1) {
-                // fence: nothing is fetched further ahead, for which there are no registers
-                __syncwarp();
-            }
+            if constexpr (!kPrepared || kProducts > 1)
+                __syncwarp();  // fence: the compiler would fetch more than it has registers for
             Fragment queries[2];
             ldmatrix_x4(queries[0], q + step * 32);
             if constexpr (kProducts > 1) ldmatrix_x4(queries[1], q + q_rows.kSecond + step * 32);
@@ -105,10 +103,8 @@ __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, 
             float sums[2][kAtOnce][4] = {};
 #pragma unroll
             for (int step = 0; step < kStepsPerSum; ++step) {
-                if constexpr (!kPrepared || kProducts > 1) {
-                    // fence: nothing is fetched further ahead, for which there are no registers
-                    __syncwarp();
-                }
+                if constexpr (!kPrepared || kProducts > 1)
+                    __syncwarp();  // fence: the compiler would fetch more than it has registers for
 #pragma unroll
                 for (int g = 0; g < kAtOnce; g += 2) {
                     const SharedAddress values = v + (first + step) * 16 * v_rows.kRowBytes + (f + g) * 16;

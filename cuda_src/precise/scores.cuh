@@ -60,9 +60,8 @@ __device__ __forceinline__ bool any_row_sees(const Rows& rows, const TileKeys& k
 
 template <typename Rows>
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, const Rows& rows,
-                                                 const TileKeys& keys, long long n_begin, const Place& place,
-                                                 Scores& scores) {
-    const ScoreScale scale = score_scale(params);
+                                                 const ScoreScale& scale, bool at_edge, long long n_begin,
+                                                 const Place& place, Scores& scores) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
@@ -78,7 +77,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                 at(scores, r, i) = logits[0], at(scores, r, i + 1) = logits[1];
             }
         }
-        if (is_at_edge(keys, n_begin)) {  // right either way: all of it is visible
+        if (at_edge) {  // right either way: all of it is visible
             const ColumnRange visible = columns_of(rows.visible(place.tile_row(r)), n_begin);
 #pragma unroll
             for (int i = 0; i < kColumns; ++i)

@@ -118,7 +118,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const unsigned int 
 // The same with A in shared memory, its rows contiguous.
 template <bool kBfloat16, bool kRows, bool kAdd, int kTiles>
 __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, SharedMatrix b) {
-    if constexpr (kTiles == 8) {
+    if constexpr (kTiles == 4) {
+        CUFLASH_ISSUE(32, CUFLASH_NAMES_16, "%18", "%16, %17, p, 1, 1, 0, %19",
+                      CUFLASH_TILES_4(0) : CUFLASH_FROM_MEMORY);
+    } else if constexpr (kTiles == 8) {
         CUFLASH_ISSUE(64, CUFLASH_NAMES_32, "%34", "%32, %33, p, 1, 1, 0, %35",
                       CUFLASH_TILES_8(0) : CUFLASH_FROM_MEMORY);
     } else if constexpr (kTiles == 12) {
@@ -128,7 +131,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, Sha
         CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67",
                       CUFLASH_TILES_16(0) : CUFLASH_FROM_MEMORY);
     }
-    static_assert(kTiles == 8 || kTiles == 12 || kTiles == 16);
+    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 12 || kTiles == 16);
 }
 
 }  // namespace cuflash

@@ -5,13 +5,6 @@
 
 namespace cuflash {
 
-// The same value, known to be the same for all lanes, as products in a branch that might be taken by some would wait
-// for each other.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
-// Number of the warpgroup, found again.
-__device__ __forceinline__ int group_of_thread() { return uniform(thread_index_again() / kGroupThreads); }
-
 // Where a warpgroup's K and V come from: others load them, and wait until they are through with.
 struct KeysOfOthers {
     SharedTiles& shared;

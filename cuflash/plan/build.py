@@ -39,7 +39,7 @@ class Build:
 
     def __init__(self, spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> None:
         self.spec = spec
-        self.tiles = _allowed_tiles(spec, traits, device, settings)
+        self.tiles = [tile for tile in spec.tiles(traits, device) if settings.tile in ("", str(tile))]
         self._traits = traits
         self._device = device
         self._cost: Cost = self.spec.cost(traits)
@@ -74,11 +74,6 @@ class Build:
         choice = cheapest(
             self._paces, self._cost, Lengths(*rounded(lengths)), self._traits.head_dim_v, multiprocessors, prepares
         )
-        if choice.time == float("inf"):
-            raise ValueError(
-                f"tile {str(self.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
-                f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
-            )
         return choice
 
     def resident_blocks(self, tile_idx: int) -> int:
@@ -137,6 +132,12 @@ class Builds(list[Build]):
                 self._chosen.clear()
             found = [(build, build.choose(lengths, prepares)) for build in self]
             chosen = self._chosen[key] = min(found, key=lambda pair: pair[1].time)
+            build, choice = chosen
+            if choice.time == float("inf"):
+                raise ValueError(
+                    f"tile {str(build.tiles[0])!r} cannot serve this call: keys and values are made ready by another "
+                    f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
+                )
         return chosen
 
 
@@ -154,11 +155,23 @@ def find_builds(traits: Traits, device: Device, settings: Settings) -> Builds:
         if len(_builds) >= CACHE_SIZE:
             _builds.clear()
         specs = [choose_row(KERNELS, traits, device, settings)]
-        if not settings.kernel and not settings.tile:
+        if not settings.kernel:
             others = [spec for spec in KERNELS if spec.name in specs[0].yields_to]
             specs += [spec for spec in others if spec.refusal(traits, device) is None]
+        if settings.tile:
+            specs = _having_tile(specs, traits, device, settings.tile)
         builds = _builds[key] = Builds(Build(spec, traits, device, settings) for spec in specs)
     return builds
+
+
+def _having_tile(specs: list[KernelSpec], traits: Traits, device: Device, tile: str) -> list[KernelSpec]:
+    """Return the first row that has a tile of this name; a ValueError says which there are."""
+    names = {spec.name: [str(tile) for tile in spec.tiles(traits, device)] for spec in specs}
+    having = [spec for spec in specs if tile in names[spec.name]]
+    if not having:
+        known = "; ".join(f"kernel {name!r} has {', '.join(dict.fromkeys(those))}" for name, those in names.items())
+        raise ValueError(f"tile {tile!r} cannot serve this call: {known} for it")
+    return having[:1]
 
 
 def build_of_rows(traits: Traits, device: Device, settings: Settings) -> Build:
@@ -167,18 +180,6 @@ def build_of_rows(traits: Traits, device: Device, settings: Settings) -> Build:
         return find_builds(traits, device, settings)[0]
     specs = [spec for spec in KERNELS if spec.row_by_row and spec.refusal(traits, device) is None]
     return find_builds(traits, device, settings._replace(kernel=specs[0].name))[0]
-
-
-def _allowed_tiles(spec: KernelSpec, traits: Traits, device: Device, settings: Settings) -> list[Tile]:
-    """Tiles that fit, or the one that the settings name."""
-    tiles = spec.tiles(traits, device)
-    if not settings.tile:
-        return tiles
-    named = [tile for tile in tiles if str(tile) == settings.tile]
-    if named:
-        return named
-    names = ", ".join(dict.fromkeys(map(str, tiles)))
-    raise ValueError(f"tile {settings.tile!r} cannot serve this call: kernel {spec.name!r} has {names} for it")
 
 
 def _array_macros(spec: KernelSpec, traits: Traits) -> Macros:

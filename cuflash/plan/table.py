@@ -47,6 +47,17 @@ from .tiles_float64 import (
 )
 from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
 from .tiles_points import points_bucket, points_cost, points_min_blocks, points_shared_memory, points_tiles
+from .tiles_precise_wgmma import (
+    precise_wgmma_bucket,
+    precise_wgmma_cost,
+    precise_wgmma_limits,
+    precise_wgmma_macros,
+    precise_wgmma_min_blocks,
+    precise_wgmma_prepared_row,
+    precise_wgmma_preparing_memory,
+    precise_wgmma_shared_memory,
+    precise_wgmma_tiles,
+)
 from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
 from .tiles_wgmma import (
     wgmma_bucket,
@@ -208,6 +219,28 @@ KERNELS = (
         limits=decode_limits,
         starved_rows=64,
         row_by_row=True,
+        rounds_weights=True,
+    ),
+    KernelSpec(
+        name="precise_wgmma",
+        summary="tensor cores of Hopper through wgmma, by pairs of float16: float32 and tf32 on sm_90",
+        operations=("attention", "attention_varlen", "attention_lse"),
+        dtypes=("float32",),
+        features=FEATURES - {"page_table"},
+        min_compute_capability=90,
+        max_head_dim=256,
+        head_dim_bucket=precise_wgmma_bucket,
+        tiles=precise_wgmma_tiles,
+        shared_memory=precise_wgmma_shared_memory,
+        min_blocks=precise_wgmma_min_blocks,
+        cost=precise_wgmma_cost,
+        capabilities=(90,),
+        limits=precise_wgmma_limits,
+        macros=precise_wgmma_macros,
+        preparing=Preparing(
+            "prepare_pairs", precise_wgmma_prepared_row, precise_wgmma_preparing_memory, float32_preparing_macros
+        ),
+        yields_to=("precise_float32", "forward_wmma", "forward_points", "forward_scalar"),
         rounds_weights=True,
     ),
     KernelSpec(

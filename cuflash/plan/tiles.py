@@ -25,6 +25,9 @@ class Device(NamedTuple):
         return f"sm_{self.compute_capability}"
 
 
+OWN_INSTRUCTIONS = "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
+"""Why a kernel can't serve a device without `has_own_instructions`."""
+
 SHARED_MEMORY_KB = {
     70: 96, 72: 96, 75: 64, 80: 163, 86: 99, 87: 163, 88: 99, 89: 99,
     90: 227, 100: 227, 103: 227, 110: 227, 120: 99, 121: 99,

@@ -36,12 +36,12 @@ def float32_macros(traits: Traits) -> Macros:
     return ("WARPS_PER_ROW", _warps_per_row(traits)), *float32_preparing_macros(traits)
 
 
-def _rows(num_rows: int, bucket: int) -> int:
+def pair_rows_bytes(num_rows: int, bucket: int) -> int:
     """Bytes of `PairRows` of precise/pairs.cuh."""
     return round_up(num_rows * (4 * bucket + 16 + 4), 16)
 
 
-def _prepared_row(traits: Traits, bucket: int) -> int:
+def prepared_row_bytes(traits: Traits, bucket: int) -> int:
     """`prepared_bytes` of precise/prepared_rows.cuh."""
     return (2 if traits.precision == "tf32" else 4) * bucket + 16
 
@@ -49,22 +49,22 @@ def _prepared_row(traits: Traits, bucket: int) -> int:
 def float32_prepared_row(traits: Traits) -> tuple[int, int]:
     """Bytes that a row of k and of v takes in a workspace."""
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v)
-    return _prepared_row(traits, bucket), _prepared_row(traits, bucket_v) if bucket_v else 0
+    return prepared_row_bytes(traits, bucket), prepared_row_bytes(traits, bucket_v) if bucket_v else 0
 
 
 def float32_preparing_memory(traits: Traits) -> int:
     """Bytes of `SharedTiles` in prepare_pairs.cu."""
-    return _rows(PREPARING.block_n, max(map(float32_bucket, (traits.head_dim, traits.head_dim_v))))
+    return pair_rows_bytes(PREPARING.block_n, max(map(float32_bucket, (traits.head_dim, traits.head_dim_v))))
 
 
 def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
-    size = _rows(tile.block_m, bucket)
+    size = pair_rows_bytes(tile.block_m, bucket)
     if tile.prepared:
-        size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16) + 16
+        size += tile.block_n * (prepared_row_bytes(traits, bucket) + prepared_row_bytes(traits, bucket_v) + 2 * 16) + 16
     else:
-        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v) + 16
+        size += pair_rows_bytes(tile.block_n, bucket) + pair_rows_bytes(tile.block_n, bucket_v) + 16
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
     return round_up(size + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)

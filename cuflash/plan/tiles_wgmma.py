@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 _BUCKETS = (64, 96, 128, 192, 256)
 
@@ -18,7 +18,7 @@ def wgmma_bucket(head_dim: int) -> int:
 def wgmma_limits(traits: Traits, device: Device) -> str | None:
     """Say what else the kernel refuses."""
     if not device.has_own_instructions:
-        return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
+        return OWN_INSTRUCTIONS
     if traits.alignment < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
     if traits.alibi_slopes and traits.head_dim_v > 192:

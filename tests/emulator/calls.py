@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from cases import CASES_BY_NAME, fitting
-from kernels import test_points
+from kernels import test_pairs, test_points
 from kernels.test_forward_mma import (
     alibi,
     alibi_scales,
@@ -52,6 +52,8 @@ def _is_one(out: np.ndarray) -> bool:
 
 
 def _pinned(emulator: Emulator, tile: str) -> Emulator:
+    """With a tile, or the one that precise_wgmma has for a call."""
+    tile = "" if emulator.spec.name == "precise_wgmma" else tile
     return Emulator(emulator.spec.name, tile, emulator.device, emulator.seed, emulator.sources)
 
 
@@ -414,8 +416,8 @@ _CASES = (
 _SPLIT_CASES = ("lengths-17x200", "window-100-0", "sinks-float32", "packed-alibi-sinks", "everything")
 
 
-def _of_points(call: Call, emulator: Emulator) -> None:
-    if emulator.spec.name == test_points.KERNEL:
+def _of_kernels(names: tuple[str, ...], call: Call, emulator: Emulator) -> None:
+    if emulator.spec.name in names:
         call(emulator)
 
 
@@ -458,7 +460,8 @@ CALLS: dict[str, Call] = {
     "split_window": _split_window,
     "splits_of_a_size": _splits_of_a_size,
     "splits_without_lse": _splits_without_lse,
-    **{call.__name__: partial(_of_points, call) for call in test_points.CALLS},
+    **{call.__name__: partial(_of_kernels, (test_points.KERNEL,), call) for call in test_points.CALLS},
+    **{f"pairs {call.__name__}": partial(_of_kernels, test_pairs.KERNELS, call) for call in test_pairs.CALLS},
     "merge-odd": partial(_merge, 17),
     "merge-narrow": partial(_merge, 132),
     "merge-wide": partial(_merge, 600),

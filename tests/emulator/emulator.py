@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from cases import serves
 
 from cuflash.gpu.arguments import Packer, pack_pointers
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
@@ -285,7 +286,7 @@ class Emulator:
 
     def refuses(self, problem: Problem) -> bool:
         """Whether the kernel does not serve the problem."""
-        return self.spec.refusal(problem.traits, self.device) is not None
+        return not serves(self.spec, problem, self.device)
 
     def run(self, problem: Problem, infos: dict[str, ArrayInfo], out: Any = None, lse: Any = None) -> Any:
         """Compute a checked problem; `out` and `lse` are the caller's own arrays, if given."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES, DTYPES, TF32_CASES, fitting
+from cases import CASES, DTYPES, TF32_CASES, fitting, serves
 
 import cuflash
 from cuflash.gpu.compile import kernel_function
@@ -60,7 +60,7 @@ def _compile_all() -> None:
 
     def compile_one(spec: KernelSpec, case: Case, dtype: str) -> None:
         problem = describe(fitting(case, spec), dtype)
-        if spec.refusal(problem.traits, device) is None:
+        if serves(spec, problem, device):
             kernel_function(make_plan(problem, device, Settings(spec.name, "", False)).program, 0)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -78,7 +78,7 @@ def test_gpu(spec: KernelSpec, case: Case, dtype: str, compiled: None) -> None:
 
     case = fitting(case, spec)
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(describe(case, dtype).traits, device_info(0)) is None:
+        if serves(spec, describe(case, dtype), device_info(0)):
             _assert_right_twice(case, dtype, cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, dtype, cupy)
@@ -92,7 +92,7 @@ def test_tf32(spec: KernelSpec, case: Case) -> None:
 
     case = fitting(case, spec)
     with cuflash.options(kernel=spec.name):
-        if spec.refusal(describe(case, "float32").traits, device_info(0)) is None:
+        if serves(spec, describe(case, "float32"), device_info(0)):
             _assert_right_twice(case, "float32", cupy, rounds_weights=spec.rounds_weights)
         else:
             _assert_refused(case, "float32", cupy)
@@ -111,7 +111,7 @@ def test_tiles(spec: KernelSpec, case: Case, dtype: str) -> None:
 
     case = fitting(case, spec)
     problem, device = describe(case, dtype), device_info(0)
-    if spec.refusal(problem.traits, device) is not None:
+    if not serves(spec, problem, device):
         with cuflash.options(kernel=spec.name):
             _assert_refused(case, dtype, cupy)
         return

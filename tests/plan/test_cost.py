@@ -26,7 +26,7 @@ from cuflash.plan.cost import (
     walk_of,
 )
 from cuflash.plan.plan import make_plan
-from cuflash.plan.table import KERNELS, Tile
+from cuflash.plan.table import KERNELS, Tile, device_of
 from cuflash.settings import AUTOMATIC, Settings
 from plan.test_plan import H200, dense, gpu, packed, square
 
@@ -188,7 +188,8 @@ def test_choices_are_near_the_best_measured_ones() -> None:
 
 
 def test_float32_goes_to_the_kernel_that_takes_less() -> None:
-    assert make_plan(square("float32", 64), H200, AUTOMATIC).kernel == "precise_float32"
+    assert make_plan(square("float32", 64), H200, AUTOMATIC).kernel == "precise_wgmma"
+    assert make_plan(square("float32", 64), device_of(80), AUTOMATIC).kernel == "precise_float32"
     few = dense(gpu((8, 32, 1, 128), "float32"), gpu((8, 8, 4096, 128), "float32"))
     assert make_plan(few, H200, AUTOMATIC).kernel == "forward_scalar"
     assert make_plan(few, H200, Settings("precise_float32", "", False)).kernel == "precise_float32"

@@ -135,15 +135,15 @@ CASES: list[tuple[str, Problem, int]] = [
 GOLDEN = """\
 float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
-float32 D=64, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 16, x3
+float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133792 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
-float32 D=128 causal, precise_float32, 64x32p/128, grid 4096, 72752 B, batch 0:4, D 128/128, align 16, x3, 64 at once
+float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 198304 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
 bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
-float32 D=256, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
+float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_float64, 64x16/256, grid 4096, 221856 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
 bfloat16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -152,11 +152,11 @@ float64 D=512, precise_float64, 16x16/128, grid 16384, 207520 B, batch 0:4, D 51
 float32 D=1, forward_points, 512x256/128, grid 512, 2240 B, batch 0:4, D 1/1, align 4, x4
 float32 D=16, forward_points, 512x256/128, grid 512, 33440 B, batch 0:4, D 16/16, align 16, x2
 float32 D=17, precise_float32, 64x64p/128, grid 4096, 33840 B, batch 0:4, D 32/32, align 4, x3
-float32 D=33, precise_float32, 64x64p/128, grid 4096, 58416 B, batch 0:4, D 64/64, align 4, x3
-float32 D=65, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 4, x2
-float32 D=80, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 16, x2
-float32 D=96, precise_float32, 64x64p/128, grid 4096, 82992 B, batch 0:4, D 96/96, align 16, x2
-float32 D=192, precise_float32, 128x32p/256, grid 2048, 208688 B, batch 0:4, D 256/256, align 16, x1
+float32 D=33, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 4, x1
+float32 D=65, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 4, x1
+float32 D=80, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1
+float32 D=96, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1
+float32 D=192, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float32 D=257, precise_float32, 64x16p/256, grid 4096, 161712 B, batch 0:4, D 384/384, align 4, x1
 float32 D=128 on 61, forward_scalar, 32x32/64, grid 8192, 39072 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 on 70, forward_scalar, 64x64/128, grid 4096, 86176 B, batch 0:4, D 128/128, align 16, x1
@@ -190,8 +190,8 @@ float16 D=256 on 75, forward_wmma, 64x16/128, grid 4096, 57280 B, batch 0:4, D 2
 float16 D=256 on 80, forward_mma, 128x32x2/256, grid 2048, 153808 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 86, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
 float16 D=256 on 120, forward_mma, 64x32/128, grid 4096, 77008 B, batch 0:4, D 256/256, align 16, x1
-tf32 D=64, precise_float32, 64x64p/128, grid 4096, 42032 B, batch 0:4, D 64/64, align 16, x3
-tf32 D=128, precise_float32, 64x64p/128, grid 4096, 74800 B, batch 0:4, D 128/128, align 16, x2
+tf32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 78848 B, batch 0:4, D 64/64, align 16, x1
+tf32 D=128, precise_wgmma, 128x64x2p/384, grid 2048, 144384 B, batch 0:4, D 128/128, align 16, x1
 tf32 D=256, precise_float32, 128x32p/256, grid 2048, 175920 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512 on 75, forward_scalar, 16x32/64, grid 16384, 52896 B, batch 0:4, D 512/512, align 16, x1
 float16 D=512 on 80, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 512/512, align 16, x1
@@ -479,8 +479,8 @@ def test_every_tile_and_kernel_can_be_chosen(spec: KernelSpec) -> None:
     [
         (Settings("cpu", "", False), "kernel 'cpu' cannot serve this call: it computes NumPy arrays"),
         (Settings("forward", "", False), "kernel 'forward' cannot serve this call: does not implement attention"),
-        (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'precise_float32' has 64x64, "),
-        (Settings("", "big", False), "tile 'big' cannot serve this call: kernel 'precise_float32' has "),
+        (Settings("", "63x64", False), "tile '63x64' cannot serve this call: kernel 'precise_wgmma' has 128x64x2p;"),
+        (Settings("", "big", False), "tile 'big' cannot serve this call: .* kernel 'precise_float32' has 64x64, "),
     ],
 )
 def test_settings_that_are_refused(settings: Settings, words: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cases import CASES_BY_NAME, DTYPES
+from cases import CASES_BY_NAME, DTYPES, serves
 from emulator.emulator import Emulator, compiler
 from emulator.test_kernels import assert_right, dtypes, rows
 
@@ -240,7 +240,7 @@ def test_cases_on_the_gpu(spec: KernelSpec, name: str, dtype: str, monkeypatch: 
     import cupy
 
     case = CASES_BY_NAME[name]
-    if spec.refusal(describe(case, dtype).traits, launch.device_info(0)) is not None:
+    if not serves(spec, describe(case, dtype), launch.device_info(0)):
         pytest.skip(f"{spec.name} refuses")
     monkeypatch.setattr(execute, "make_plan", lambda *arguments: make_plan(*arguments, 2 + len(name) % 4))
     monkeypatch.setattr(execute, "_launches", {})

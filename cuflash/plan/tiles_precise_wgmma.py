@@ -1,0 +1,106 @@
+"""Tiles of precise_wgmma.cu, and what they take of a multiprocessor."""
+
+from __future__ import annotations
+
+from ..problem.problem import Traits
+from .cost import Cost
+from .features import Macros
+from .tiles import OWN_INSTRUCTIONS, PREPARING, TILE_KEYS_BYTES, Device, Tile, round_up, tile_map_bytes
+from .tiles_float32 import float32_preparing_macros, pair_rows_bytes, prepared_row_bytes
+
+
+def precise_wgmma_bucket(head_dim: int) -> int:
+    """0, 32, 64, 128 or 256: in between compilers run out of registers here and there."""
+    return next(bucket for bucket in (0, 32, 64, 128, 256) if head_dim <= bucket)
+
+
+def precise_wgmma_macros(traits: Traits) -> Macros:
+    """What only precise_wgmma.cu is told."""
+    return ("WARPGROUPS", 1), *float32_preparing_macros(traits)
+
+
+def precise_wgmma_prepared_row(traits: Traits) -> tuple[int, int]:
+    """Bytes that a row of k and of v takes in a workspace."""
+    bucket, bucket_v = precise_wgmma_bucket(traits.head_dim), precise_wgmma_bucket(traits.head_dim_v)
+    return prepared_row_bytes(traits, bucket), prepared_row_bytes(traits, bucket_v) if bucket_v else 0
+
+
+def precise_wgmma_preparing_memory(traits: Traits) -> int:
+    """Bytes of `SharedTiles` in prepare_pairs.cu."""
+    return pair_rows_bytes(PREPARING.block_n, max(map(precise_wgmma_bucket, (traits.head_dim, traits.head_dim_v))))
+
+
+def precise_wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
+    """Bytes of `SharedTiles` in precise_wgmma.cu."""
+    bucket, bucket_v = precise_wgmma_bucket(traits.head_dim), precise_wgmma_bucket(traits.head_dim_v) or 64
+    parts = 1 if traits.precision == "tf32" else 2
+    panels, panels_v = (round_up(width, 64) // 64 * 128 for width in (bucket, bucket_v))
+    size = round_up(tile.block_m * (2 * panels + 4), 1024)
+    size += tile.stages * sum(round_up(tile.block_n * (parts * width + 16), 1024) for width in (panels, panels_v))
+    size += tile.block_m * (24 + 32) + 16 + tile_map_bytes(traits) + TILE_KEYS_BYTES + 16 + 4 * 8 * tile.stages
+    return round_up(size, 1024)
+
+
+def precise_wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
+    """Tiles that fit registers and shared memory."""
+    widest = max(traits.head_dim, traits.head_dim_v)
+    block_n = 64 if widest <= 128 else 32
+    tiles = [Tile(128, block_n, 384, 2 if widest <= 128 else 1, prepared=True)]
+    return [tile for tile in tiles if precise_wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block]
+
+
+def precise_wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+    """Blocks that shared memory and registers allow."""
+    return 1
+
+
+def precise_wgmma_limits(traits: Traits, device: Device) -> str | None:
+    """Say what else the kernel refuses."""
+    if not device.has_own_instructions:
+        return OWN_INSTRUCTIONS
+    if traits.precision == "tf32" and max(traits.head_dim, traits.head_dim_v) > 128:
+        return "tf32 of head_dim above 128 takes more registers than there are"
+    return None
+
+
+COST = Cost(
+    product=1.15e-06,
+    weight=0.0,
+    load=1.01e-06,
+    tile=0.0167,
+    latency=1.97,
+    latency_load=0.0,
+    copy=0.0,
+    exposed_copy=0.0039,
+    block=6.85,
+    block_load=0.0953,
+    merge=2.76,
+    merge_split=0.00938,
+    merge_byte=5.93e-07,
+    prepare=0.000107,
+    preparation=6.14,
+    preparation_byte=5.16e-07,
+)
+COST_OF_TF32 = Cost(
+    product=5.11e-07,
+    weight=1.67e-06,
+    load=9.89e-07,
+    tile=0.0227,
+    latency=1.39,
+    latency_load=5.77e-06,
+    copy=0.00115,
+    exposed_copy=0.00814,
+    block=5.75,
+    block_load=0.0851,
+    merge=2.15,
+    merge_split=0.066,
+    merge_byte=3.15e-07,
+    prepare=0.000114,
+    preparation=7.46,
+    preparation_byte=6.67e-07,
+)
+
+
+def precise_wgmma_cost(traits: Traits) -> Cost:
+    """Constants for the cost model."""
+    return COST_OF_TF32 if traits.precision == "tf32" else COST
