@@ -33,9 +33,10 @@ from cuflash.testing import Case, describe, make_data, run
 
 def prepared_tiles(spec: KernelSpec, case: Case, dtype: str) -> list[str]:
     """A tile whose keys and values are prepared, which so small a case would not take by itself."""
-    if spec.preparing is None or dtype not in spec.dtypes:
+    traits, device = describe(case, dtype).traits, device_info(0)
+    if spec.preparing is None or spec.refusal(traits, device) is not None:
         return []
-    return [str(tile) for tile in spec.tiles(describe(case, dtype).traits, device_info(0)) if tile.prepared][:1]
+    return [str(tile) for tile in spec.tiles(traits, device) if tile.prepared][:1]
 
 
 Run = tuple[str, str, str, str, Callable[[], Any]]

@@ -74,6 +74,7 @@ __device__ __forceinline__ void load_all(SharedTiles& shared) {
     int i = 0;
 #pragma unroll 1
     for (long long left = num_keys; left > 0; left -= kBlockN, ++i) {
+        // right either way: it only keeps the cast in range
         const int num_rows = static_cast<int>(min(left, static_cast<long long>(kBlockN)));
         shared.loaded_keys.wait_until_free(i);
         shared.k[i % kStages].load(k, thread, num_rows);
@@ -93,26 +94,20 @@ struct TileRange {
     int begin, end;
 };
 
+// The tile that a key is in, and how many there are up to the key in front of it.
+__device__ __forceinline__ int tile_of(const TileKeys& keys, long long key) {
+    return static_cast<int>((key - keys.any.begin) / kBlockN);
+}
 __device__ __forceinline__ int num_tiles_before(const TileKeys& keys, long long key) {
-    return static_cast<int>((key - keys.any.begin + kBlockN - 1) / kBlockN);
+    return tile_of(keys, key + kBlockN - 1);
 }
 
-// Those in which a row of the warpgroup sees a key by its position.
-__device__ __forceinline__ TileRange tiles_seen(const RowsLookedUp& rows, const TileKeys& keys, int group, int lane) {
-    TileRange seen = {num_tiles_before(keys, keys.any.end), 0};
-#pragma unroll
-    for (int row = 0; row < 64; row += 32) {
-        const KeyRange visible = rows.visible(group * 64 + row + lane);
-        if (rows.query(group * 64 + row + lane) == nullptr || visible.begin >= visible.end) continue;
-        seen.begin = min(seen.begin, num_tiles_before(keys, visible.begin - (kBlockN - 1)));
-        seen.end = max(seen.end, num_tiles_before(keys, visible.end));
-    }
-#pragma unroll
-    for (int lanes = 16; lanes > 0; lanes /= 2) {
-        seen.begin = min(seen.begin, __shfl_xor_sync(0xffffffffu, seen.begin, lanes));
-        seen.end = max(seen.end, __shfl_xor_sync(0xffffffffu, seen.end, lanes));
-    }
-    return {uniform(seen.begin), uniform(seen.end)};
+// Those in which a row of the warpgroup sees a key by its position: its first and its last row decide.
+__device__ __forceinline__ TileRange tiles_seen(const SharedTiles& shared, int group) {
+    const int first = group * 64, last = min(64, rows_left(shared.tile, shared.tile.row_begin + first)) - 1;
+    if (last < 0) return {0, 0};
+    return {uniform(tile_of(shared.keys, shared.rows[first].visible.begin)),
+            uniform(num_tiles_before(shared.keys, shared.rows[first + last].visible.end))};
 }
 
 // What a warp of a warpgroup has of its rows.
@@ -143,6 +138,7 @@ struct RowWarp {
         const KeyRows<kBlockN, kHeadDim>& k = shared.k[i % kStages];
         finish_qk(shared.q, k, place, sums, scores);
         const unsigned int found = k.found_by_lane(place.lane, kLeastExponent, kMostExponent) | kAnyRow;
+        // right either way: one by one is right for all, if slower
         if (__any_sync(0xffffffffu, found & shared.refused))
             multiply_qk_one_by_one(params, shared.tile, rows(), first_key(i), num_keys(i), place, scores);
     }
@@ -153,6 +149,7 @@ struct RowWarp {
         const unsigned int found = v.found_by_lane(place.lane, value_scale.least(), value_scale.exponent()) & ~kHasZero;
         // right either way: the scale may follow at any time
         if (__any_sync(0xffffffffu, found)) value_scale.follow(v, __any_sync(0xffffffffu, found & kHasTiny));
+        // right either way: they may be looked for in vain
         if (kProducts > 1 && leads) leading.find(weights, first_key(i), value_scale.by_pairs(), place);
         fence_async_proxy();
         if (value_scale.by_pairs()) accumulate(v, place, value_scale, weights, o);
@@ -175,7 +172,7 @@ struct RowWarp {
     __device__ __forceinline__ void walk(TileRange seen, TileRange whole) {
         Scores scores;
         const int last = seen.end - 1;
-        if constexpr (kScoresAhead) {
+        if (kScoresAhead && seen.begin <= last) {
             ScoreSums sums = {};
             issue_scores(seen.begin, sums);
             finish_scores(seen.begin, sums, scores);
@@ -195,6 +192,7 @@ struct RowWarp {
             const bool leads = weigh(scores, softmax, o);
             if constexpr (kHasValues) add_values(i, leads, scores);
             if constexpr (kScoresAhead) finish_scores(next, sums, scores);
+            // right either way: nobody loads into the last one's buffer
             if (kScoresAhead && next > i) shared.loaded_keys.release_read(next);
         }
     }
@@ -220,11 +218,9 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         if (threadIdx.x == 0) shared.refused = refused;
         barrier_wait(1, 32 * kNumWarps);
         const int num_tiles = num_tiles_before(keys, keys.any.end);
-        const TileRange seen = tiles_seen(own.rows(), keys, group_of_thread(), place.lane);
+        const TileRange seen = tiles_seen(shared, group_of_thread());
         own.pass_over(0, min(seen.begin, num_tiles));
-        const TileRange whole = {num_tiles_before(keys, keys.all.begin),
-                                 num_tiles_before(keys, keys.all.end - (kBlockN - 1))};
-        if (seen.begin < seen.end) own.walk(seen, whole);
+        own.walk(seen, {num_tiles_before(keys, keys.all.begin), tile_of(keys, keys.all.end)});
         own.pass_over(max(seen.begin, seen.end), num_tiles);
     }
     if constexpr (kHasValues) {

@@ -11,9 +11,7 @@ using Fragment = unsigned int[4];
 static_assert(kWarpgroups && kPrepared && kWarpsPerRow == 1);
 
 // Sums of products of queries and keys, on their way.
-struct ScoreSums {
-    float firsts[kKeyTiles][4], seconds[kKeyTiles][4];
-};
+using ScoreSums = float[kProducts > 1 ? 2 : 1][kKeyTiles][4];  // of firsts, and of firsts and seconds
 
 // Issues S = Q K^T.
 __device__ __forceinline__ void issue_qk(PairRows<kBlockM, kHeadDim>& q, KeyRows<kBlockN, kHeadDim>& k, int group,
@@ -23,12 +21,12 @@ __device__ __forceinline__ void issue_qk(PairRows<kBlockM, kHeadDim>& q, KeyRows
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
         const SharedMatrix a = queries.at(q.features_at(step)), b = k.features(step);
-        if (step == 0) wgmma<false, false, false>(sums.firsts, a, b);
-        else wgmma<false, false, true>(sums.firsts, a, b);
+        if (step == 0) wgmma<false, false, false>(sums[0], a, b);
+        else wgmma<false, false, true>(sums[0], a, b);
         if constexpr (kProducts > 1) {
-            if (step == 0) wgmma<false, false, false>(sums.seconds, a, b.at(k.kSecond));
-            else wgmma<false, false, true>(sums.seconds, a, b.at(k.kSecond));
-            wgmma<false, false, true>(sums.seconds, a.at(q.kSecond), b);
+            if (step == 0) wgmma<false, false, false>(sums[1], a, b.at(k.kSecond));
+            else wgmma<false, false, true>(sums[1], a, b.at(k.kSecond));
+            wgmma<false, false, true>(sums[1], a.at(q.kSecond), b);
         }
     }
     wgmma_commit();
@@ -37,8 +35,7 @@ __device__ __forceinline__ void issue_qk(PairRows<kBlockM, kHeadDim>& q, KeyRows
 // Waits for them.
 __device__ __forceinline__ void finish_qk(const PairRows<kBlockM, kHeadDim>& q, const KeyRows<kBlockN, kHeadDim>& k,
                                           const Place& place, ScoreSums& sums, Scores& scores) {
-    wgmma_wait<0>(sums.firsts);
-    if constexpr (kProducts > 1) wgmma_wait<0>(sums.seconds);
+    wgmma_wait<0>(sums);
     float scales[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) scales[r] = q.scale(place.tile_row(r)) * kUnscaled;
@@ -46,8 +43,8 @@ __device__ __forceinline__ void finish_qk(const PairRows<kBlockM, kHeadDim>& q, 
     for (int n = 0; n < kKeyTiles; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float sum = sums.firsts[n][i];
-            if constexpr (kProducts > 1) sum = multiply_add(sums.seconds[n][i], 1 / kPairStep, sum);
+            float sum = sums[0][n][i];
+            if constexpr (kProducts > 1) sum = multiply_add(sums[1][n][i], 1 / kPairStep, sum);
             scores[n][i] = sum * (scales[i / 2] * k.scale(n * 8 + place.run * 2 + i % 2));
         }
     }
@@ -60,32 +57,30 @@ template <int kPanel>
 __device__ __forceinline__ void accumulate_panels(KeyRows<kBlockN, kHeadDimV>& v_rows, const Fragment (&p)[2][kStepsV],
                                                   float unit, Output& o) {
     constexpr int kTiles = kFeatureTiles - kPanel * 8 < 8 ? kFeatureTiles - kPanel * 8 : 8;
-    float firsts[kSums][kTiles][4], seconds[kTiles][4];
+    float sums[kSums + (kProducts > 1)][kTiles][4];  // of firsts, and of firsts and seconds
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kStepsV; ++step) {
         const SharedMatrix values = v_rows.tokens(step, kPanel);
-        float (&sum)[kTiles][4] = firsts[step / kStepsPerSum];
-        if (step % kStepsPerSum == 0) wgmma<false, true, false>(sum, p[0][step], values);
-        else wgmma<false, true, true>(sum, p[0][step], values);
+        float (&firsts)[kTiles][4] = sums[step / kStepsPerSum];
+        if (step % kStepsPerSum == 0) wgmma<false, true, false>(firsts, p[0][step], values);
+        else wgmma<false, true, true>(firsts, p[0][step], values);
         if constexpr (kProducts > 1) {
-            if (step == 0) wgmma<false, true, false>(seconds, p[0][step], values.at(v_rows.kSecond));
-            else wgmma<false, true, true>(seconds, p[0][step], values.at(v_rows.kSecond));
-            wgmma<false, true, true>(seconds, p[1][step], values);
+            if (step == 0) wgmma<false, true, false>(sums[kSums], p[0][step], values.at(v_rows.kSecond));
+            else wgmma<false, true, true>(sums[kSums], p[0][step], values.at(v_rows.kSecond));
+            wgmma<false, true, true>(sums[kSums], p[1][step], values);
         }
     }
     wgmma_commit();
-#pragma unroll
-    for (int i = 0; i < kSums; ++i) wgmma_wait<0>(firsts[i]);
-    if constexpr (kProducts > 1) wgmma_wait<0>(seconds);
+    wgmma_wait<0>(sums);
 #pragma unroll
     for (int f = 0; f < kTiles; ++f) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float& value = o[kPanel * 8 + f][i];
-            if constexpr (kProducts > 1) firsts[0][f][i] = multiply_add(seconds[f][i], 1 / kPairStep, firsts[0][f][i]);
+            if constexpr (kProducts > 1) sums[0][f][i] = multiply_add(sums[kSums][f][i], 1 / kPairStep, sums[0][f][i]);
 #pragma unroll
-            for (int s = 0; s < kSums; ++s) value = multiply_add(firsts[s][f][i], unit, value);
+            for (int s = 0; s < kSums; ++s) value = multiply_add(sums[s][f][i], unit, value);
         }
     }
     if constexpr ((kPanel + 1) * 64 < kHeadDimV) accumulate_panels<kPanel + 1>(v_rows, p, unit, o);

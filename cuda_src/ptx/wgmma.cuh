@@ -47,6 +47,12 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kTiles][4]) {
     for (int i = 0; i < 4 * kTiles; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
+// The same for several of them.
+template <int kPending, int kCount, int kTiles>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kCount][kTiles][4]) {
+    wgmma_wait<kPending>(reinterpret_cast<float (&)[kCount * kTiles][4]>(d));
+}
+
 // Makes what this thread has written to shared memory visible to products, behind a barrier.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -11,7 +11,7 @@ from .tiles_float32 import float32_preparing_macros, pair_rows_bytes, prepared_r
 
 def precise_wgmma_bucket(head_dim: int) -> int:
     """0, 32, 64, 128 or 256: in between compilers run out of registers here and there."""
-    return next(bucket for bucket in (0, 32, 64, 128, 256) if head_dim <= bucket)
+    return next((bucket for bucket in (0, 32, 64, 128, 256) if head_dim <= bucket), 0)
 
 
 def precise_wgmma_macros(traits: Traits) -> Macros:

@@ -114,6 +114,25 @@ def keys_alone_in_front_of_unseen_ones(emulator: Emulator) -> None:
     assert (out == np.where(np.arange(32)[:, np.newaxis] < 16, v[40], v[64])).all()
 
 
+def tf32(emulator: Emulator) -> None:
+    """Rows that see few keys in front of them and behind them, and a few rows that leave a block half empty."""
+    q, k, v = numbers(200, HEAD_DIM), numbers(200, HEAD_DIM), numbers(200, HEAD_DIM)
+    for rows, options in ((200, {"window": (20, 20)}), (30, {})):
+        for precision, most in (("tf32", 3e-3), ("ieee", 3e-6)):
+            out = emulator.attention(q[:rows], k, v, precision=precision, **options)
+            expected, sizes = (reference.attention(q[:rows], k, x, **options)[0] for x in (v, abs(v)))
+            assert (abs(out - expected) <= most * sizes).all()
+
+
+def half_of_the_rows_see_nothing(emulator: Emulator) -> None:
+    """As all keys are far in front of them, or behind; tiles of wide rows are narrow."""
+    q, k, v = numbers(128, 160), numbers(70, 160), numbers(70, 160)
+    out = emulator.attention(q, k, v, window=(0, 0), query_offset=69)
+    assert (out[0] == v[69]).all() and (out[1:] == 0).all()
+    out = emulator.attention(q, k, v, causal=True, query_offset=-127)
+    assert (out[127] == v[0]).all() and (out[:127] == 0).all()
+
+
 def lse_alone(emulator: Emulator) -> None:
     """Keys of several tiles, without values behind which others could wait."""
     q, k = numbers(40, HEAD_DIM), numbers(100, HEAD_DIM)
@@ -125,7 +144,8 @@ def lse_alone(emulator: Emulator) -> None:
 
 CALLS = (
     distributions, rows_out_of_range, huge_rows_that_do_not_meet, tiny_elements_meet, values_far_below_the_largest,
-    keys_alone, keys_that_share, keys_alone_in_front_of_unseen_ones, lse_alone,
+    keys_alone, keys_that_share, keys_alone_in_front_of_unseen_ones, tf32,
+    half_of_the_rows_see_nothing, lse_alone,
 )  # fmt: skip
 
 

@@ -74,6 +74,11 @@ CUFLASH_UNCHECKED inline void wgmma_wait(float (&)[kTiles][4]) {
     thread.num_results = kept;
 }
 
+template <int kPending, int kCount, int kTiles>
+CUFLASH_UNCHECKED inline void wgmma_wait(float (&d)[kCount][kTiles][4]) {
+    wgmma_wait<kPending>(d[0]);
+}
+
 inline void fence_async_proxy() {}
 
 // The right operand of a warp's product, which one of its lanes reads.
