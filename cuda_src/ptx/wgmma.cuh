@@ -65,8 +65,8 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 #define CUFLASH_NAMES_16 CUFLASH_NAMES_8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define CUFLASH_NAMES_24 CUFLASH_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define CUFLASH_NAMES_32 CUFLASH_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define CUFLASH_NAMES_48 \
-    CUFLASH_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define CUFLASH_NAMES_40 CUFLASH_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define CUFLASH_NAMES_48 CUFLASH_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define CUFLASH_NAMES_64 \
     CUFLASH_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define CUFLASH_NAMES_80 \
@@ -104,6 +104,9 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const unsigned int 
     } else if constexpr (kTiles == 8) {
         CUFLASH_ISSUE(64, CUFLASH_NAMES_32, "%37", "{%32, %33, %34, %35}, %36, p, 1, 1, %38",
                       CUFLASH_TILES_8(0) : CUFLASH_FROM_REGISTERS);
+    } else if constexpr (kTiles == 10) {
+        CUFLASH_ISSUE(80, CUFLASH_NAMES_40, "%45", "{%40, %41, %42, %43}, %44, p, 1, 1, %46", CUFLASH_TILES_8(0),
+                      CUFLASH_TILES_2(8) : CUFLASH_FROM_REGISTERS);
     } else if constexpr (kTiles == 12) {
         CUFLASH_ISSUE(96, CUFLASH_NAMES_48, "%53", "{%48, %49, %50, %51}, %52, p, 1, 1, %54", CUFLASH_TILES_8(0),
                       CUFLASH_TILES_4(8) : CUFLASH_FROM_REGISTERS);
@@ -117,8 +120,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const unsigned int 
         CUFLASH_ISSUE(256, CUFLASH_NAMES_128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134",
                       CUFLASH_TILES_16(0), CUFLASH_TILES_16(16) : CUFLASH_FROM_REGISTERS);
     }
-    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8 || kTiles == 12 || kTiles == 16 ||
-                  kTiles == 24 || kTiles == 32);
+    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8 || kTiles == 10 || kTiles == 12 ||
+                  kTiles == 16 || kTiles == 24 || kTiles == 32);
 }
 
 // The same with A in shared memory, its rows contiguous.

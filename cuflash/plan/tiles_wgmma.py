@@ -7,11 +7,11 @@ from .cost import Cost
 from .features import Macros
 from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
-_BUCKETS = (64, 96, 128, 192, 256)
+_BUCKETS = (64, 80, 96, 128, 192, 256)
 
 
 def wgmma_bucket(head_dim: int) -> int:
-    """64, 96, 128, 192 or 256."""
+    """64, 80, 96, 128, 192 or 256."""
     return next((bucket for bucket in _BUCKETS if head_dim <= bucket), 0)
 
 

@@ -87,7 +87,7 @@ MATRICES = {
 
 @backends
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("num_columns", [16, 32, 48, 64, 128])
+@pytest.mark.parametrize("num_columns", [16, 32, 48, 64, 80, 128])
 @pytest.mark.parametrize("layout", PLACES)
 def test_wgmma(back_end: str, dtype: str, num_columns: int, layout: str, tmp_path: Path) -> None:
     """Twice, so that what there is is added to; A is in registers."""
