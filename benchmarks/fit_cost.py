@@ -134,6 +134,7 @@ def cases() -> list[Case]:
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (("forward_decode", 8), ("forward_decode", 32), ("forward_wgmma", 1)):
         found += few_queries(kernel, heads_kv)
+    found += [case for case in usual_shapes("forward_decode") if 1 < case.seqlen_q and case.seqlen_k <= 300]
     return [*found, *point_clouds()]
 
 
@@ -156,6 +157,7 @@ def usual_shapes(kernel: str) -> list[Case]:
         for batch, heads, heads_kv, seqlen_q, seqlen_k in (
             (1, 8, 8, 1, 8192), (1, 8, 8, 1, 65536), (8, 32, 8, 1, 4096), (1, 32, 8, 1, 1000), (64, 32, 8, 1, 2048),
             (1, 16, 16, 77, 77), (1, 8, 8, 77, 1000), (1, 8, 8, 16, 4096), (4, 16, 16, 256, 77),
+            (8, 12, 12, 77, 77), (1, 12, 12, 50, 50), (16, 8, 8, 20, 20), (2, 16, 16, 128, 300),
         ):  # fmt: skip
             found.append(Case(kernel, "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim))
         squares = (
