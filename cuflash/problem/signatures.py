@@ -226,20 +226,27 @@ _parameters: dict[str, frozenset[str]] = {}
 def explains_unknown_options(function: Function) -> Function:
     """Leave the last parameter, `**unknown`, out of the signature that `help` and `inspect.signature` show."""
     signature = inspect.signature(function)
-    shown = [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = _without_unknown(signature)
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     _parameters[function.__name__] = frozenset(x.name for x in shown)
     return function
 
 
-def check_options(function: str, given: Iterable[str]) -> None:
+def _without_unknown(signature: inspect.Signature) -> list[inspect.Parameter]:
+    return [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def check_options(function: str, given: Iterable[str], namesake: Callable[..., Any] | None = None) -> None:
     """Raise a TypeError that helps with the first of the options that a public function does not have.
 
-    Only of those that explain unknown ones; Python itself refuses them for others.
+    Only of those that explain unknown ones; Python itself refuses them for others. `namesake`: the function that was
+    called, if it is another one of that name, with options of its own.
     """
     known = _parameters.get(function)
     for name in given:
         if known is not None and name not in known:
+            if namesake is not None:
+                known = frozenset(x.name for x in _without_unknown(inspect.signature(namesake)))
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {_hint(name, known)}")
 
 

@@ -450,6 +450,8 @@ def test_attention_in_memory_says_who_takes_dask_arrays() -> None:
         ({"is_causal": True}, "unexpected keyword argument 'is_causal'; cuflash calls it causal"),
         ({"out": np.ones(3)}, "attention() of Dask arrays takes no out: its results are new Dask arrays"),
         ({"workspace": None}, "attention() of Dask arrays takes no workspace"),
+        ({"scales": 1.0}, "unexpected keyword argument 'scales'; did you mean scale?"),
+        ({"foo": 1}, "expected one of alibi_slopes, bias, causal, mask, out_dtype, precision, query_offset, "),
     ],
 )
 def test_options_that_there_are_not(options: dict[str, Any], message: str) -> None:
