@@ -52,7 +52,8 @@ class options:
         Name of a kernel as `python -m cuflash kernels` lists them, `"cpu"` for the NumPy back end, `""` for the
         automatic choice.
     tile : str, optional
-        Tile of that kernel, such as `"64x64"`; `""` for the automatic choice.
+        Tile of that kernel, such as `"64x64"`, or of the first one that has it and serves the call; `""` for the
+        automatic choice.
     log : bool, optional
         Print one line per call on stderr: what is computed, and by which kernel and tile. Python's logger ``cuflash``
         has more, for the whole process: at level INFO the plan of every new problem and the kernels that are compiled,
