@@ -7,6 +7,7 @@ accepts the traits of a problem serves it, unless it yields to a later one. The 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ..problem.arrays import FLOAT_NAMES
@@ -53,8 +54,6 @@ from .tiles_precise_wgmma import (
     precise_wgmma_limits,
     precise_wgmma_macros,
     precise_wgmma_min_blocks,
-    precise_wgmma_prepared_row,
-    precise_wgmma_preparing_memory,
     precise_wgmma_shared_memory,
     precise_wgmma_tiles,
 )
@@ -86,6 +85,12 @@ class Preparing(NamedTuple):
     """Bytes per block."""
     macros: Callable[[Traits], Macros]
     """What it is compiled with beside dtype, features and alignment."""
+
+
+def preparing_pairs(bucket: Callable[[int], int]) -> Preparing:
+    """What makes pairs of float16 ready for a kernel that rounds head dimensions up by `bucket`."""
+    row, memory = partial(float32_prepared_row, bucket), partial(float32_preparing_memory, bucket)
+    return Preparing("prepare_pairs", row, memory, float32_preparing_macros)
 
 
 class KernelSpec(NamedTuple):
@@ -237,9 +242,7 @@ KERNELS = (
         capabilities=(90,),
         limits=precise_wgmma_limits,
         macros=precise_wgmma_macros,
-        preparing=Preparing(
-            "prepare_pairs", precise_wgmma_prepared_row, precise_wgmma_preparing_memory, float32_preparing_macros
-        ),
+        preparing=preparing_pairs(precise_wgmma_bucket),
         yields_to=("precise_float32", "forward_wmma", "forward_points", "forward_scalar"),
         rounds_weights=True,
     ),
@@ -257,7 +260,7 @@ KERNELS = (
         min_blocks=float32_min_blocks,
         cost=float32_cost,
         macros=float32_macros,
-        preparing=Preparing("prepare_pairs", float32_prepared_row, float32_preparing_memory, float32_preparing_macros),
+        preparing=preparing_pairs(float32_bucket),
         yields_to=("forward_wmma", "forward_points", "forward_scalar"),
         rounds_weights=True,
     ),

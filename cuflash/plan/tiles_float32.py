@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
@@ -14,6 +16,9 @@ from .tiles import (
     round_up,
     tile_map_bytes,
 )
+
+Bucket = Callable[[int], int]
+"""Head dimension of the compiled kernel that serves a given one."""
 
 
 def float32_bucket(head_dim: int) -> int:
@@ -36,35 +41,35 @@ def float32_macros(traits: Traits) -> Macros:
     return ("WARPS_PER_ROW", _warps_per_row(traits)), *float32_preparing_macros(traits)
 
 
-def pair_rows_bytes(num_rows: int, bucket: int) -> int:
+def _rows(num_rows: int, bucket: int) -> int:
     """Bytes of `PairRows` of precise/pairs.cuh."""
     return round_up(num_rows * (4 * bucket + 16 + 4), 16)
 
 
-def prepared_row_bytes(traits: Traits, bucket: int) -> int:
+def _prepared_row(traits: Traits, bucket: int) -> int:
     """`prepared_bytes` of precise/prepared_rows.cuh."""
     return (2 if traits.precision == "tf32" else 4) * bucket + 16
 
 
-def float32_prepared_row(traits: Traits) -> tuple[int, int]:
-    """Bytes that a row of k and of v takes in a workspace."""
-    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v)
-    return prepared_row_bytes(traits, bucket), prepared_row_bytes(traits, bucket_v) if bucket_v else 0
+def float32_prepared_row(bucket_of: Bucket, traits: Traits) -> tuple[int, int]:
+    """Bytes that a row of k and of v takes in a workspace, for a kernel with such buckets."""
+    bucket, bucket_v = bucket_of(traits.head_dim), bucket_of(traits.head_dim_v)
+    return _prepared_row(traits, bucket), _prepared_row(traits, bucket_v) if bucket_v else 0
 
 
-def float32_preparing_memory(traits: Traits) -> int:
-    """Bytes of `SharedTiles` in prepare_pairs.cu."""
-    return pair_rows_bytes(PREPARING.block_n, max(map(float32_bucket, (traits.head_dim, traits.head_dim_v))))
+def float32_preparing_memory(bucket_of: Bucket, traits: Traits) -> int:
+    """Bytes of `SharedTiles` in prepare_pairs.cu, for a kernel with such buckets."""
+    return _rows(PREPARING.block_n, max(map(bucket_of, (traits.head_dim, traits.head_dim_v))))
 
 
 def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
-    size = pair_rows_bytes(tile.block_m, bucket)
+    size = _rows(tile.block_m, bucket)
     if tile.prepared:
-        size += tile.block_n * (prepared_row_bytes(traits, bucket) + prepared_row_bytes(traits, bucket_v) + 2 * 16) + 16
+        size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16) + 16
     else:
-        size += pair_rows_bytes(tile.block_n, bucket) + pair_rows_bytes(tile.block_n, bucket_v) + 16
+        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v) + 16
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
     return round_up(size + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import OWN_INSTRUCTIONS, PREPARING, TILE_KEYS_BYTES, Device, Tile, round_up, tile_map_bytes
-from .tiles_float32 import float32_preparing_macros, pair_rows_bytes, prepared_row_bytes
+from .tiles import OWN_INSTRUCTIONS, TILE_KEYS_BYTES, Device, Tile, round_up, tile_map_bytes
+from .tiles_float32 import float32_preparing_macros
 
 
 def precise_wgmma_bucket(head_dim: int) -> int:
@@ -17,17 +17,6 @@ def precise_wgmma_bucket(head_dim: int) -> int:
 def precise_wgmma_macros(traits: Traits) -> Macros:
     """What only precise_wgmma.cu is told."""
     return ("WARPGROUPS", 1), *float32_preparing_macros(traits)
-
-
-def precise_wgmma_prepared_row(traits: Traits) -> tuple[int, int]:
-    """Bytes that a row of k and of v takes in a workspace."""
-    bucket, bucket_v = precise_wgmma_bucket(traits.head_dim), precise_wgmma_bucket(traits.head_dim_v)
-    return prepared_row_bytes(traits, bucket), prepared_row_bytes(traits, bucket_v) if bucket_v else 0
-
-
-def precise_wgmma_preparing_memory(traits: Traits) -> int:
-    """Bytes of `SharedTiles` in prepare_pairs.cu."""
-    return pair_rows_bytes(PREPARING.block_n, max(map(precise_wgmma_bucket, (traits.head_dim, traits.head_dim_v))))
 
 
 def precise_wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
