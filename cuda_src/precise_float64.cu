@@ -136,7 +136,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Output o = {};
     if (keys.any.begin < keys.any.end) {
         copies.load_k(keys.any.begin);
-        copies.load_q();
+        load_queries(params, shared.tile, shared.q);
     }
     OutputTotal total;
     // right either way: no row sees what is behind the last key

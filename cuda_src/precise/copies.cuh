@@ -4,11 +4,12 @@
 #include "common/load.cuh"
 #include "common/mask.cuh"
 #include "precise/scores.cuh"
+#include "precise/queries.cuh"
 
 namespace cuflash {
 
 struct SharedTiles {
-    Vector16 q[kBlockM / kRowsPerWarp][kSteps][4][32];  // see load_q
+    Queries q;
     alignas(16) double k[kBlockN][kPitch];
     alignas(16) double v[kBlockN][kPitchV];
     // Where warps share their rows: what each has of the scores, and weights.
@@ -64,34 +65,6 @@ struct Copies {
     }
     __device__ __forceinline__ void load_v(long long n_begin) const {
         load<kHeadDimV>(shared.v, shared.tile.v, params.v_strides, params.head_dim_v, n_begin);
-    }
-    // Q lies as mma takes it from the lanes: pairs of a feature of both of a lane's rows. Several loads are on their
-    // way at a time.
-    __device__ __forceinline__ void load_q() const {
-        constexpr int kVector = kVectorLoads ? 2 : 1, kVectors = kHeadDim / kVector;
-        constexpr int kPasses = kBlockM * kVectors / kThreads, kAtOnce = kPasses % 8 == 0 ? 8 : kPasses & -kPasses;
-        static_assert(kPasses * kThreads == kBlockM * kVectors);
-#pragma unroll 1
-        for (int pass = 0; pass < kPasses; pass += kAtOnce) {
-            Vector16 values[kAtOnce] = {};
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int place = (pass + i) * kThreads + threadIdx.x, feature = place % kVectors * kVector;
-                const char* source = query_row(params, shared.tile, place / kVectors);
-                if (source == nullptr || feature >= params.head_dim) continue;
-                if constexpr (kVectorLoads) values[i] = *reinterpret_cast<const Vector16*>(source + feature * 8);
-                else values[i].values[0] = load_bits<double>(source + feature * params.q_strides.column);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; ++i) {
-                const int place = (pass + i) * kThreads + threadIdx.x;
-                const int row = place / kVectors, feature = place % kVectors * kVector;
-                const int lane = row % 8 * 4 + feature % 16 / 4;
-#pragma unroll
-                for (int e = 0; e < kVector; ++e)
-                    shared.q[row / 16][feature / 16][feature % 4 + e][lane].values[row % 16 / 8] = values[i].values[e];
-            }
-        }
     }
     // Waits for what is on its way. Called by the whole block, which is then through with the other buffer.
     __device__ __forceinline__ void arrive() const {

@@ -68,6 +68,7 @@ from .tiles_wgmma import (
     wgmma_shared_memory,
     wgmma_tiles,
 )
+from .tiles_wide import wide_bucket, wide_min_blocks, wide_shared_memory, wide_tiles
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
 CPU_KERNEL = "cpu"
@@ -293,6 +294,22 @@ KERNELS = (
         shared_memory=points_shared_memory,
         min_blocks=points_min_blocks,
         cost=points_cost,
+    ),
+    KernelSpec(
+        name="precise_wide",
+        summary="tensor cores in double precision: float64 of wide heads on sm_80, sm_90 and sm_100",
+        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
+        dtypes=("float64",),
+        features=FEATURES - {"page_table"},
+        min_compute_capability=80,
+        max_head_dim=512,
+        head_dim_bucket=wide_bucket,
+        tiles=wide_tiles,
+        shared_memory=wide_shared_memory,
+        min_blocks=wide_min_blocks,
+        cost=float64_cost,
+        capabilities=FAST_FLOAT64,
+        yields_to=("precise_float64",),
     ),
     KernelSpec(
         name="precise_float64",
