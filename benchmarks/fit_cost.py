@@ -32,6 +32,7 @@ from cuflash.plan import (
     tiles_precise_wgmma,
     tiles_scalar,
     tiles_wgmma,
+    tiles_wide,
     tiles_wmma,
 )
 from cuflash.plan.build import find_builds
@@ -124,6 +125,13 @@ def cases() -> list[Case]:
             found.append(Case(kernel, dtype, batch, heads, heads, length, length, head_dim, causal))
         for case in found[first::3]:
             found.append(case._replace(has_values=False))
+    rng = random.Random(9)
+    wide = [draw(rng, "precise_wide", "float64", (160, 192, 256, 320, 384, 512), 4e10) for _ in range(30)]
+    found += [*wide, *(case._replace(has_values=False) for case in wide[::3])]
+    found = [
+        case._replace(kernel="precise_wide") if case.kernel == "precise_float64" and case.head_dim > 128 else case
+        for case in found
+    ]
     for case in [case for case in found if case.kernel == "precise_float32"]:
         found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
         if case.head_dim <= 256:
@@ -310,6 +318,8 @@ FAMILIES = {
     tiles_precise_wgmma.COST_OF_TF32: "precise_wgmma, tf32",
     tiles_float64.COST: "precise_float64",
     tiles_float64.COST_WITHOUT_VALUES: "precise_float64, without values",
+    tiles_wide.COST: "precise_wide",
+    tiles_wide.COST_WITHOUT_VALUES: "precise_wide, without values",
     tiles_scalar.COST: "forward_scalar",
     tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
 }

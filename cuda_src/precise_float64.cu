@@ -4,9 +4,8 @@
 // that any of their rows sees, first to last, kBlockN at a time. K arrives while the tile before is multiplied by V, V
 // during S = Q K^T. Without values the next K arrives while weights are computed.
 //
-// Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Where the output
-// is too wide for a thread's registers, kWarpsPerRow warps share their rows: each multiplies some of the features, and
-// what all of them have of the scores is added up through shared memory. Each computes some of the weights.
+// Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Of heads whose
+// output is too wide for that precise_wide.cu has more.
 //
 // Lanes: mma's rows of A and columns of B are l / 4, what they are summed over is l % 4. Which feature or key that
 // stands for is free, as long as both operands agree. So a lane reads K in runs of four features, and the keys of its
@@ -19,17 +18,14 @@
 #define CUFLASH_DTYPE CUFLASH_FLOAT64  // the only one
 #endif
 
-#include "common/exponential.cuh"
 #include "common/schedule.cuh"
 #include "precise/copies.cuh"
-#include "precise/output.cuh"
+#include "precise/float64.cuh"
 #include "ptx/mma_float64.cuh"
 
 namespace cuflash {
 
-static_assert(kDtype == CUFLASH_FLOAT64);
-
-// scores = Q K^T, of the features that the warp sums over.
+// scores = Q K^T.
 __device__ __forceinline__ void multiply_qk(const SharedTiles& shared, const Place& place, Scores& scores) {
 #pragma unroll
     for (int n = 0; n < kKeyTiles; ++n) {
@@ -37,7 +33,7 @@ __device__ __forceinline__ void multiply_qk(const SharedTiles& shared, const Pla
         for (int i = 0; i < 4; ++i) scores[n][i] = 0;
     }
 #pragma unroll 1
-    for (int step = place.share; step < kSteps; step += kWarpsPerRow) {
+    for (int step = 0; step < kSteps; ++step) {
         double q[8];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -55,58 +51,9 @@ __device__ __forceinline__ void multiply_qk(const SharedTiles& shared, const Pla
     }
 }
 
-// The exponentials of all values of a lane, less those of its rows' maxima. Warps that share their rows compute every
-// kWarpsPerRow-th column each.
-__device__ __forceinline__ void exponentials(SharedTiles& shared, const Place& place, Scores& scores,
-                                             const double (&maxima)[kRows]) {
-    // Columns at a time: all together would take more registers than there are.
-    constexpr int kAtOnce = kWarpsPerRow > 1 ? kColumns : 2;
-    const int zero = unknown_zero();
-#pragma unroll
-    for (int i = 0; i < kColumns; i += kWarpsPerRow) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            double value = at(scores, r, i);
-#pragma unroll
-            for (int share = 1; share < kWarpsPerRow; ++share)
-                if (place.share == share) value = at(scores, r, i + share);
-            value -= maxima[r];
-            if (i >= kAtOnce) value = behind(at(scores, r, i - kAtOnce), value, zero);
-            value = exponential_of_negative(value);
-            if constexpr (kWarpsPerRow == 1) at(scores, r, i) = value;
-            else shared.weights[place.group][r * kColumns + i + place.share][place.lane] = value;
-        }
-    }
-    if constexpr (kWarpsPerRow > 1) {
-        barrier_wait(1 + place.group, 32 * kWarpsPerRow);
-#pragma unroll
-        for (int i = 0; i < kRows * kColumns; ++i)
-            at(scores, i / kColumns, i % kColumns) = shared.weights[place.group][i][place.lane];
-    }
-}
-
-__device__ __forceinline__ void add_to_sums(Scores& weights, OnlineSoftmax<kRows>& softmax) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        Accumulator tile_sum = 0;
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) tile_sum += at(weights, r, i);
-        softmax.row_sum[r] += tile_sum;
-    }
-}
-
-// Logits -> weights relative to the maxima of their rows.
-__device__ __forceinline__ void weigh(SharedTiles& shared, const Place& place, Scores& scores,
-                                      OnlineSoftmax<kRows>& softmax, Output& o) {
-    double maxima[kRows];
-    follow_maxima(scores, softmax, o, maxima);
-    exponentials(shared, place, scores, maxima);
-    add_to_sums(scores, softmax);
-}
-
-// O += P V, of the warp's features.
+// O += P V.
 __device__ __forceinline__ void accumulate(const SharedTiles& shared, const Place& place, Scores& weights, Output& o) {
-    const double* first = &shared.v[place.run * 2][place.share * kWarpFeaturesV + place.lane / 4];
+    const double* first = &shared.v[place.run * 2][place.lane / 4];
 #pragma unroll
     for (int n = 0; n < kKeyTiles; n += 2) {
         double p[8];
@@ -146,15 +93,15 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         copies.arrive();
         if constexpr (kHasValues) copies.load_v(n_begin);
         const bool sees = any_row_sees(rows, keys, n_begin, place);
-        if (sees) {  // right either way: weights are 0 else
-            multiply_qk(shared, place, scores);
-            sum_scores(shared.partial, place, scores);
-        }
+        if (sees) multiply_qk(shared, place, scores);  // right either way: weights are 0 else
         if constexpr (!kHasValues) copies.load_next_k(n_begin);
         if (sees) {  // right either way: weights are 0 else
             scores_to_logits(params, tile, rows, score_scale(params), is_at_edge(keys, n_begin), n_begin, place,
                              scores);
-            weigh(shared, place, scores, softmax, o);
+            double maxima[kRows];
+            find_maxima(scores, maxima);
+            follow_maxima(maxima, softmax, o);
+            weigh(maxima, scores, softmax);
         }
         if constexpr (kHasValues) {
             copies.load_next_k(n_begin);

@@ -1,379 +1,247 @@
-// Attention forward in double precision on tensor cores, for wide heads.
+// Attention forward in double precision on tensor cores, for wide heads: a block's registers hold the output of few
+// rows, so all of its warps share them.
+//
+// Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
+// that any of their rows sees, first to last, kBlockN at a time.
+//
+// Warps: each has the scores of 16 keys of a tile that are its own, of all rows and features, and computes their
+// weights; and some features of the output, for which it multiplies the weights of all keys. So nothing has to be added
+// up between warps: they exchange the maxima of the rows, and the weights.
+//
+// Copies: each warp copies what it alone multiplies, piece by piece (precise/pieces.cuh), and waits for nobody else's.
+// Without values warps have nothing to do with each other until the end.
+
 #ifndef CUFLASH_DTYPE
 #define CUFLASH_DTYPE CUFLASH_FLOAT64  // the only one
 #endif
+#ifndef CUFLASH_WARPS_PER_ROW
+#define CUFLASH_WARPS_PER_ROW 4  // all of a block's
+#define CUFLASH_KEY_SHARES 4
+#endif
 
-#include "common/epilogue.cuh"
-#include "common/exponential.cuh"
 #include "common/schedule.cuh"
-#include "common/total.cuh"
+#include "precise/float64.cuh"
 #include "precise/pieces.cuh"
 #include "precise/queries.cuh"
+#include "precise/scores.cuh"
 #include "ptx/mma_float64.cuh"
 
 namespace cuflash {
 
-static_assert(kDtype == CUFLASH_FLOAT64);
+static_assert(kWarpsPerRow == kNumWarps && kWarpKeys == Piece::kKeys && kBlockN == kWarpKeys * kNumWarps);
 
-constexpr int kNumWarps = kThreads / 32;
-constexpr int kRowTiles = kBlockM / 16, kRows = 2 * kRowTiles;
-constexpr int kSteps = kHeadDim / 16, kStepsV = kHeadDimV / 16;
-constexpr int kPiecesV = (kStepsV + kNumWarps - 1) / kNumWarps;
-constexpr int kSlots = 4;
-static_assert(kBlockN == 16 * kNumWarps && kSteps % kSlots == 0);
-
-using Scores = double[kRowTiles][2][4];
-using Output = double[kPiecesV][kRowTiles][2][4];
+// Of 16 rows and 16 keys, as mma takes them from the lanes: pairs of a key of both of a lane's rows.
+using Weights = Vector16[kRowTiles][4][32];
 
 struct SharedTiles {
     Queries q;
-    Piece pieces[kNumWarps][kSlots];
-    Vector16 weights[kNumWarps][kRowTiles][4][32];
-    double maxima[kNumWarps][kBlockM];
+    Piece pieces[kNumWarps][kPiecesAhead];
+    Weights weights[kHasValues ? kNumWarps : 1];
+    double rows[kNumWarps][kBlockM];  // maxima, or sums
     TileMap tile;
     TileKeys keys;
 };
 
-struct WarpPlace {
-    int lane, warp, row, run;
-
-    __device__ __forceinline__ explicit WarpPlace(unsigned int thread)
-        : lane(thread % 32), warp(__shfl_sync(0xffffffffu, thread / 32, 0)), row(thread % 32 / 4), run(thread % 4) {}
-    __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + run * 2 + i % 2; }
-    __device__ __forceinline__ int tile_row(int r) const { return r * 8 + row; }
-};
-
-template <typename Tiles>
-__device__ __forceinline__ double& at(Tiles& scores, int r, int i) {
-    return scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+// scores += Q K^T, of 16 features of the warp's keys.
+__device__ __forceinline__ void multiply_step(const Queries& q, const Piece& k, int step, const Place& place,
+                                              Scores& scores) {
+    double of_k[kKeyTiles][4], of_q[kRowTiles][8];
+#pragma unroll
+    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+        const Vector16 pair = k.pair(i / 2 * 8 + place.lane / 4, place.run * 2 + i % 2);
+        of_k[i / 2][i % 2 * 2] = pair.values[0], of_k[i / 2][i % 2 * 2 + 1] = pair.values[1];
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kRowTiles; ++i) {
+        const Vector16 both = q[i / 4][step][i % 4][place.lane];
+        of_q[i / 4][i % 4 * 2] = both.values[0], of_q[i / 4][i % 4 * 2 + 1] = both.values[1];
+    }
+    __syncwarp();  // the piece has been read
+#pragma unroll
+    for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kKeyTiles; ++n) mma_m16n8k16(scores[m * kKeyTiles + n], of_q[m], of_k[n]);
+    }
 }
 
-// What a warp copies and multiplies, piece by piece.
-struct Feed {
-    const AttentionParams& params;
-    SharedTiles& shared;
-    const WarpPlace& place;
-    const char *k, *v;  // the lane's part of this tile
-    long long keys_left;    // from this tile on
-    int num_groups;
-    int slot;
-
-    __device__ __forceinline__ Feed(const AttentionParams& params, SharedTiles& shared, const WarpPlace& place)
-        : params(params), shared(shared), place(place), slot(0) {
-        const long long begin = shared.keys.any.begin;
-        keys_left = shared.keys.any.end - begin;
-        k = shared.tile.k + (begin + place.warp * 16) * params.k_strides.row;
-        v = shared.tile.v + begin * params.v_strides.row + place.warp * 128;
-        if constexpr (kVectorLoads) {
-            k += place.lane / 8 * params.k_strides.row + place.lane % 8 * 16;
-            v += place.lane / 8 * params.v_strides.row + place.lane % 8 * 16;
-        }
-        begin_tile();
-    }
-    __device__ __forceinline__ void begin_tile() {
-        num_groups = keys_left < kBlockN ? (static_cast<int>(keys_left) + 15) / 16 : kNumWarps;
-    }
-    __device__ __forceinline__ void end_tile() {
-        keys_left -= kBlockN;
-        k += kBlockN * params.k_strides.row;
-        v += kBlockN * params.v_strides.row;
-        begin_tile();
-    }
-    __device__ __forceinline__ bool has_keys() const { return place.warp < num_groups; }
-    __device__ __forceinline__ Piece& piece() const { return shared.pieces[place.warp][slot]; }
-    __device__ __forceinline__ void turn() { slot = (slot + 1) % kSlots; }
-
-    // Into the slot at hand.
-    __device__ __forceinline__ void load_k(int step, long long tile_offset) const {
-        const long long left = keys_left - tile_offset - place.warp * 16;
-        if (left > 0)
-            load_piece(piece(), k + tile_offset * params.k_strides.row + step * 128, params.k_strides,
-                       params.head_dim - step * 16, static_cast<int>(min(left, 16LL)), place.lane);
-        cp_async_commit();
-    }
-    // Piece `index` of group `group`.
-    __device__ __forceinline__ void load_v(int group, int index) const {
-        if ((index + 1) * kNumWarps <= kStepsV || index * kNumWarps + place.warp < kStepsV)
-            load_piece(piece(), v + group * 16 * params.v_strides.row + index * kNumWarps * 128, params.v_strides,
-                       params.head_dim_v - (index * kNumWarps + place.warp) * 16,
-                       static_cast<int>(min(keys_left - group * 16, 16LL)), place.lane);
-        cp_async_commit();
-    }
-    // What comes `index` behind the first piece of V.
-    __device__ __forceinline__ void load_behind_k(int index) const {
-        if (index < num_groups * kPiecesV) load_v(index / kPiecesV, index % kPiecesV);
-        else load_k(index - num_groups * kPiecesV, kBlockN);
-    }
-
-    __device__ __forceinline__ void multiply_qk_step(int step, Scores& scores) const {
-        cp_async_wait_group<kSlots - 1>();
-        __syncwarp();
-        double b[2][4], a[kRowTiles][8];
-        const Piece& piece = this->piece();
-#pragma unroll
-        for (int n = 0; n < 2; ++n) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const Vector16 pair = *reinterpret_cast<const Vector16*>(
-                    &piece.bytes[Piece::offset(n * 8 + place.row, place.run * 2 + h)]);
-                b[n][2 * h] = pair.values[0], b[n][2 * h + 1] = pair.values[1];
-            }
-        }
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                const Vector16 both = shared.q[m][step][e][place.lane];
-                a[m][2 * e] = both.values[0], a[m][2 * e + 1] = both.values[1];
-            }
-        }
-        __syncwarp();
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-            for (int n = 0; n < 2; ++n) mma_m16n8k16(scores[m][n], a[m], b[n]);
-    }
-    __device__ __forceinline__ void multiply_qk(Scores& scores) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles * 8; ++i) scores[i / 8][i / 4 % 2][i % 4] = 0;
-#pragma unroll 1
-        for (int step = 0; step < kSteps - kSlots; ++step) {
-            multiply_qk_step(step, scores);
-            load_k(step + kSlots, 0);
-            turn();
-        }
-#pragma unroll 1
-        for (int i = 0; i < kSlots; ++i) {
-            multiply_qk_step(kSteps - kSlots + i, scores);
-            load_behind_k(i);
-            turn();
-        }
-    }
-
-    // O += P V, of the warp's features.
-    __device__ __forceinline__ void accumulate(Output& o) {
-#pragma unroll 1
-        for (int group = 0; group < num_groups; ++group) {
-            double p[kRowTiles][8];
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const Vector16 both = shared.weights[group][m][e][place.lane];
-                    p[m][2 * e] = both.values[0], p[m][2 * e + 1] = both.values[1];
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < kPiecesV; ++i) {
-                cp_async_wait_group<kSlots - 1>();
-                __syncwarp();
-                const bool is_there = (i + 1) * kNumWarps <= kStepsV || i * kNumWarps + place.warp < kStepsV;
-                if (is_there) {
-                    double b[2][4];
-#pragma unroll
-                    for (int f = 0; f < 2; ++f) {
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const int key = e / 2 * 8 + place.run * 2 + e % 2;
-                            b[f][e] = reinterpret_cast<const double*>(
-                                &piece().bytes[Piece::offset(key, f * 4 + place.row / 2)])[place.row % 2];
-                        }
-                    }
-                    __syncwarp();
-#pragma unroll
-                    for (int f = 0; f < 2; ++f)
-#pragma unroll
-                        for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(o[i][m][f], p[m], b[f]);
-                }
-                const int behind = i + kSlots - (num_groups - group) * kPiecesV;
-                if (behind < 0) load_v(group + (i + kSlots) / kPiecesV, (i + kSlots) % kPiecesV);
-                else load_k(behind, kBlockN);
-                turn();
-            }
-        }
-    }
+// Scores of half of the features; in memory, where the output leaves no registers for them.
+template <bool kInMemory>
+struct HalfScores {
+    double values[kRows][kColumns];
+};
+template <>
+struct HalfScores<true> {
+    volatile double values[kRows][kColumns];
 };
 
-struct OutputTotal : Total<kRows, 4 * kPiecesV + 1> {
-    static constexpr int kValues = 4 * kPiecesV;
-    __device__ __forceinline__ OutputTotal() {
+// scores = Q K^T, of the warp's keys. The sum over many features is one of two halves: it would lose digits as it grew.
+__device__ __forceinline__ void multiply_qk(const Queries& q, Feed& feed, const Place& place, Scores& scores) {
+    constexpr int kHalf = kSteps > 8 ? kSteps / 2 : 0;
+    HalfScores<kHasValues && kPiecesV == 4> half;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            row_max[r] = -infinity();
-#pragma unroll
-            for (int i = 0; i <= kValues; ++i) sums[r][i] = 0;
-        }
+    for (int i = 0; i < kRows * kColumns; ++i) at(scores, i / kColumns, i % kColumns) = 0;
+#pragma unroll 1
+    for (int step = 0; step < kHalf; ++step) {
+        multiply_step(q, feed.arrive(), step, place, scores);
+        feed.replace_by_k(step + kPiecesAhead, false);
     }
-    __device__ __forceinline__ static double& value(Output& o, int r, int i) {
-        return o[i / 4][r / 2][i / 2 % 2][r % 2 * 2 + i % 2];
+#pragma unroll
+    for (int i = 0; i < kRows * kColumns; ++i) {
+        double& score = at(scores, i / kColumns, i % kColumns);
+        half.values[i / kColumns][i % kColumns] = score;
+        score = 0;
     }
-    __device__ __forceinline__ void take(Output& o, OnlineSoftmax<kRows>& softmax) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            const double by = factor(r, softmax.row_max[r], 1);
-            row_max[r] = softmax.row_max[r];
-            double before[kValues];
-#pragma unroll
-            for (int i = 0; i < kValues; ++i) before[i] = sums[r][i];
-#pragma unroll
-            for (int i = 0; i < kValues; ++i) {
-                sums[r][i] = multiply_add_subnormal(before[i], by, value(o, r, i));
-                value(o, r, i) = 0;
-            }
-            sums[r][kValues] = multiply_add_subnormal(static_cast<double>(sums[r][kValues]), by, softmax.row_sum[r]);
-            softmax.row_sum[r] = 0;
-        }
+#pragma unroll 1
+    for (int step = kHalf; step < kSteps - kPiecesAhead; ++step) {
+        multiply_step(q, feed.arrive(), step, place, scores);
+        feed.replace_by_k(step + kPiecesAhead, false);
     }
-};
+#pragma unroll 1
+    for (int i = 0; i < kPiecesAhead; ++i) {
+        multiply_step(q, feed.arrive(), kSteps - kPiecesAhead + i, place, scores);
+        feed.replace_behind_k(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows * kColumns; ++i)
+        at(scores, i / kColumns, i % kColumns) += half.values[i / kColumns][i % kColumns];
+}
 
-__device__ __forceinline__ void logits_of(const AttentionParams& params, const SharedTiles& shared,
-                                          const WarpPlace& place, long long n_begin, Scores& scores) {
-    const TileMap& tile = shared.tile;
-    const ScoreScale scale = score_scale(params);
-    const bool at_edge = n_begin < shared.keys.all.begin || n_begin + 16 > shared.keys.all.end;
+// O += P V, of the warp's features.
+__device__ __forceinline__ void accumulate(const Weights* weights, Feed& feed, const Place& place, Output& o) {
+    const int num_groups = feed.num_groups();
+#pragma unroll 1
+    for (int group = 0; group < num_groups; ++group) {
+        double p[kRowTiles][8];
+#pragma unroll
+        for (int i = 0; i < 4 * kRowTiles; ++i) {
+            const Vector16 both = weights[group][i / 4][i % 4][place.lane];
+            p[i / 4][i % 4 * 2] = both.values[0], p[i / 4][i % 4 * 2 + 1] = both.values[1];
+        }
+#pragma unroll
+        for (int piece = 0; piece < kPiecesV; ++piece) {
+            const Piece& values = feed.arrive();
+            if (feed.has_values(piece)) {
+                double v[2][4];
+#pragma unroll
+                for (int i = 0; i < 8; ++i)
+                    v[i / 4][i % 4] = values.value(place.column(i % 4), i / 4 * 8 + place.lane / 4);
+                __syncwarp();  // the piece has been read
+#pragma unroll
+                for (int f = 0; f < 2; ++f) {
+#pragma unroll
+                    for (int m = 0; m < kRowTiles; ++m) mma_m16n8k16(o[m * kFeatureTiles + piece * 2 + f], p[m], v[f]);
+                }
+            }
+            const int behind = piece + kPiecesAhead - (num_groups - group) * kPiecesV;
+            if (behind < 0)
+                feed.replace_by_v(group + (piece + kPiecesAhead) / kPiecesV, (piece + kPiecesAhead) % kPiecesV);
+            else feed.replace_by_k(behind, true);
+        }
+    }
+}
+
+// Maxima of the warp's keys become those of all keys. Called by the whole block.
+__device__ __forceinline__ void share_maxima(SharedTiles& shared, const Place& place, double (&maxima)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r)
+        if (place.run == 0) shared.rows[place.share][place.tile_row(r)] = maxima[r];
+    __syncthreads();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) at(scores, r, i) = scaled_score(scale, at(scores, r, i));
-        if constexpr (kHasRowTerms) {
-            const RowContext row = row_context(params, tile, logit_row(params, tile, place.tile_row(r)), n_begin);
+        for (int warp = 0; warp < kNumWarps; warp += 4)
+            maxima[r] = maximum(maxima[r], shared.rows[warp + place.run][place.tile_row(r)]);
+        maxima[r] = quad_maximum(maxima[r]);
+    }
+}
+
+// The same for sums, of which one lane of a row then has all. Called behind a barrier.
+__device__ __forceinline__ void share_sums(SharedTiles& shared, const Place& place, OnlineSoftmax<kRows>& softmax) {
 #pragma unroll
-            for (int i = 0; i < 4; i += 2) {
-                double logits[2] = {at(scores, r, i), at(scores, r, i + 1)};
-                RowColumns<2> columns;
-                columns.load<false>(params, row, place.column(i));
-                scores_to_row_logits<true>(row, columns, place.column(i), logits);
-                at(scores, r, i) = logits[0], at(scores, r, i + 1) = logits[1];
-            }
-        }
-        if (at_edge) {
-            const ColumnRange visible = visible_columns(params, tile, place.tile_row(r), n_begin);
+    for (int r = 0; r < kRows; ++r) {
+        const double sum = quad_sum(softmax.row_sum[r]);
+        if (place.run == 0) shared.rows[place.share][place.tile_row(r)] = sum;
+    }
+    __syncthreads();
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (!visible.has(place.column(i))) at(scores, r, i) = -infinity();
-        }
+    for (int r = 0; r < kRows; ++r) {
+        softmax.row_sum[r] = 0;
+        if (place.run != 0) continue;
+#pragma unroll
+        for (int warp = 0; warp < kNumWarps; ++warp) softmax.row_sum[r] += shared.rows[warp][place.tile_row(r)];
+    }
+}
+
+// Logits of the warp's keys; those of keys that the tile has not are -inf.
+__device__ __forceinline__ void compute_logits(const AttentionParams& params, SharedTiles& shared, long long n_begin,
+                                               Feed& feed, const Place& place, Scores& scores) {
+    if (feed.has_keys()) {
+        multiply_qk(shared.q, feed, place, scores);
+        n_begin += place.share * kWarpKeys;
+        scores_to_logits(params, shared.tile, RowsWorkedOut{params, shared.tile}, score_scale(params),
+                         is_at_edge(shared.keys, n_begin), n_begin, place, scores);
+    } else {
+#pragma unroll 1
+        for (int i = 0; i < kPiecesAhead; ++i) feed.replace_behind_k(i);
+#pragma unroll
+        for (int i = 0; i < kRows * kColumns; ++i) at(scores, i / kColumns, i % kColumns) = -infinity();
     }
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
     if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
     __syncthreads();
-    if (shared.tile.num_rows == 0) return;
-    const WarpPlace place(threadIdx.x);
-    const TileKeys& keys = shared.keys;
-    Feed feed(params, shared, place);
+    const TileMap& tile = shared.tile;
+    if (tile.num_rows == 0) return;
+
+    const Place place(threadIdx.x);
+    const KeyRange keys = shared.keys.any;
+    Feed feed(params, tile, keys, shared.pieces, place);
     OnlineSoftmax<kRows> softmax;
     Output o = {};
     OutputTotal total;
-    if (keys.any.begin < keys.any.end) {
+    double maxima[kRows];
+    if (keys.begin < keys.end) {
 #pragma unroll 1
-        for (int i = 0; i < kSlots; ++i) {
-            feed.load_k(i, 0);
-            feed.turn();
-        }
-        load_queries(params, shared.tile, shared.q);
+        for (int i = 0; i < kPiecesAhead; ++i) feed.replace_by_k(i, false);
+        load_queries(params, tile, shared.q);
         __syncthreads();
     }
-    int left_of_sum = kTilesPerSum;
 #pragma unroll 1
-    for (long long n_begin = keys.any.begin; n_begin < keys.any.end; n_begin += kBlockN) {
+    for (long long n_begin = keys.begin, first = n_begin; n_begin < keys.end; feed.next_tile()) {
         Scores scores;
-        double maxima[kRows];
-        const bool has_keys = feed.has_keys();
-        if (has_keys) {
-            feed.multiply_qk(scores);
-            logits_of(params, shared, place, n_begin + place.warp * 16, scores);
-        } else {
-#pragma unroll 1
-            for (int i = 0; i < kSlots; ++i) {
-                feed.load_behind_k(i);
-                feed.turn();
-            }
-        }
+        compute_logits(params, shared, n_begin, feed, place, scores);
+        find_maxima(scores, maxima);
+        if constexpr (kHasValues) share_maxima(shared, place, maxima);
+        follow_maxima(maxima, softmax, o);
+        weigh(maxima, scores, softmax);
+        n_begin += kBlockN;
+        if constexpr (!kHasValues) continue;
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            double largest = -infinity();
-            if (has_keys) largest = quad_maximum(maximum(maximum(at(scores, r, 0), at(scores, r, 1)), maximum(at(scores, r, 2), at(scores, r, 3))));
-            if (place.run == 0) shared.maxima[place.warp][place.tile_row(r)] = largest;
-        }
+        for (int i = 0; i < 4 * kRowTiles; ++i)
+            shared.weights[place.share][i / 4][i % 4][place.lane] = {at(scores, i / 4 * 2, i % 4),
+                                                                     at(scores, i / 4 * 2 + 1, i % 4)};
         __syncthreads();
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) {
-            double largest = -infinity();
-#pragma unroll
-            for (int w = 0; w < kNumWarps; w += 4)
-                if (w + place.run < kNumWarps) largest = maximum(largest, shared.maxima[w + place.run][place.tile_row(r)]);
-            maxima[r] = quad_maximum(largest);
-        }
-        bool grown = false;
-#pragma unroll
-        for (int r = 0; r < kRows; ++r) grown |= maxima[r] > softmax.row_max[r];
-        if (__any_sync(0xffffffffu, grown)) {
-#pragma unroll
-            for (int r = 0; r < kRows; ++r) {
-                const double correction = softmax.follow(r, maxima[r]);
-                softmax.row_sum[r] *= correction;
-#pragma unroll
-                for (int i = 0; i < 4 * kPiecesV; ++i) OutputTotal::value(o, r, i) *= correction;
-            }
-        }
-        if (has_keys) {
-            const int zero = unknown_zero();
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-#pragma unroll
-                for (int r = 0; r < kRows; ++r) {
-                    double value = at(scores, r, i) - finite_maximum(softmax.row_max[r]);
-                    if (i >= 2) value = behind(at(scores, r, i - 2), value, zero);
-                    at(scores, r, i) = exponential_of_negative(value);
-                }
-            }
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-                softmax.row_sum[r] += (at(scores, r, 0) + at(scores, r, 1)) + (at(scores, r, 2) + at(scores, r, 3));
-#pragma unroll
-            for (int m = 0; m < kRowTiles; ++m)
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    shared.weights[place.warp][m][i][place.lane] = {at(scores, 2 * m, i), at(scores, 2 * m + 1, i)};
-        }
-        __syncthreads();
-        feed.accumulate(o);
-        feed.end_tile();
-        if (--left_of_sum == 0 || n_begin + kBlockN >= keys.any.end) {
+        accumulate(shared.weights, feed, place, o);
+        // right either way: a sum may be shorter
+        if (n_begin - first == kTilesPerSum * kBlockN) {
             total.take(o, softmax);
-            left_of_sum = kTilesPerSum;
+            first = n_begin;
         }
     }
     cp_async_wait();
-    __syncthreads();
+    if constexpr (kHasValues) {
+        total.take(o, softmax);
+        total.give_back(o, softmax);
+    } else {
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        double sum = total.sums[r][OutputTotal::kValues];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (place.run == 0) shared.maxima[place.warp][place.tile_row(r)] = sum;
+        for (int r = 0; r < kRows; ++r) maxima[r] = softmax.row_max[r];
+        share_maxima(shared, place, maxima);
+        follow_maxima(maxima, softmax, o);
     }
     __syncthreads();
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        const Row row = row_at(params, shared.tile, place.tile_row(r));
-        if (!row.valid) continue;
-        double sum = 0;
-#pragma unroll
-        for (int w = 0; w < kNumWarps; ++w) sum += shared.maxima[w][place.tile_row(r)];
-        const FinishedRow finished = finish_row(params, shared.tile, row, softmax.row_max[r], sum);
-        if (place.run == 0 && place.warp == 0) store_lse(params, shared.tile, row, finished);
-        char* out = output_row(params, shared.tile, row);
-#pragma unroll
-        for (int i = 0; i < 2 * kPiecesV; ++i) {
-            double pair[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e) pair[e] = multiply_subnormal(static_cast<double>(total.sums[r][i * 2 + e]), finished.multiplier) / finished.divisor;
-            const int step = i / 2 * kNumWarps + place.warp;
-            if (step < kStepsV) store_output(params, out, step * 16 + i % 2 * 8 + place.run * 2, pair);
-        }
-    }
+    share_sums(shared, place, softmax);
+    store_rows(params, tile, softmax, o, place);
 }
 
 }  // namespace cuflash

@@ -307,7 +307,7 @@ CASES_BY_NAME = {case.name: case for case in CASES}
 def fitting(case: Case, spec: KernelSpec) -> Case:
     """The case itself or, for a row that takes few features alone, the same with fewer."""
     widest = spec.max_head_dim
-    if widest >= 128:
+    if widest > 128:
         return case
 
     def narrowed(features: int) -> int:

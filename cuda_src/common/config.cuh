@@ -44,6 +44,10 @@
 #ifndef CUFLASH_WARPS_PER_ROW
 #define CUFLASH_WARPS_PER_ROW 1
 #endif
+// Into how many parts the keys of a tile are divided among such warps, in kernels where they are.
+#ifndef CUFLASH_KEY_SHARES
+#define CUFLASH_KEY_SHARES 1
+#endif
 // Whether warpgroups multiply (wgmma): one for every 64 rows. Other threads load what they multiply, if there are any.
 #ifndef CUFLASH_WARPGROUPS
 #define CUFLASH_WARPGROUPS 0
@@ -111,6 +115,7 @@ constexpr int kBlockN = CUFLASH_BLOCK_N;
 constexpr int kThreads = CUFLASH_THREADS;
 constexpr int kStages = CUFLASH_STAGES;  // buffers for tiles of keys
 constexpr int kWarpsPerRow = CUFLASH_WARPS_PER_ROW;
+constexpr int kKeyShares = CUFLASH_KEY_SHARES;
 constexpr bool kWarpgroups = CUFLASH_WARPGROUPS;                      // multiply 64 rows each
 constexpr int kProducers = kWarpgroups ? kThreads - 2 * kBlockM : 0;  // threads that do not multiply
 constexpr int kProducts = CUFLASH_PRODUCTS;

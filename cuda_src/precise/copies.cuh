@@ -12,9 +12,6 @@ struct SharedTiles {
     Queries q;
     alignas(16) double k[kBlockN][kPitch];
     alignas(16) double v[kBlockN][kPitchV];
-    // Where warps share their rows: what each has of the scores, and weights.
-    PartialScores partial[kWarpsPerRow > 1 ? kNumWarps : 1];
-    double weights[kWarpsPerRow > 1 ? kBlockM / kRowsPerWarp : 1][kWarpsPerRow > 1 ? kRows * kColumns : 1][32];
     TileMap tile;
     TileKeys keys;
 };

@@ -57,7 +57,8 @@ __device__ __forceinline__ int num_keys_of(const TileKeys& keys, long long n_beg
 // maximum alone.
 __device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& softmax, Output& o) {
     float maxima[kRows];
-    const bool grown = follow_maxima(scores, softmax, o, maxima);
+    find_maxima(scores, maxima);
+    const bool grown = follow_maxima(maxima, softmax, o);
     bool alone = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {

@@ -38,7 +38,7 @@ struct LeadingKeys {
             const char* value = tile.v + keys[r] * params.v_strides.row;
 #pragma unroll 1
             for (int i = 0; i < OutputTotal::kValues; ++i) {
-                const int column = place.share * kWarpFeaturesV + place.column(i);
+                const int column = place.feature(i);
                 if (column >= params.head_dim_v) continue;
                 const float rest = rest_of_pair(load_bits<float>(value + column * params.v_strides.column));
                 total.sums[r][i] = total.sums[r][i] + rest;

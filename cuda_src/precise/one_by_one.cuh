@@ -67,7 +67,7 @@ __device__ __forceinline__ void accumulate_one_by_one(const AttentionParams& par
     }
 #pragma unroll 1
     for (int f = 0; f < OutputTotal::kValues; ++f) {
-        const int column = place.share * kWarpFeaturesV + place.column(f);
+        const int column = place.feature(f);
         const char* value = tile.v + n_begin * params.v_strides.row + column * params.v_strides.column;
         float products[kRows] = {};
 #pragma unroll 1

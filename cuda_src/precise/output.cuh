@@ -13,19 +13,23 @@ __device__ __forceinline__ Accumulator quad_sum(Accumulator value) {
     return value + __shfl_xor_sync(0xffffffffu, value, 2);
 }
 
-// The maxima of the rows so far, as they are to be subtracted from logits; O and the sums are rescaled where these have
-// grown, which after the first tiles is rare. Returns whether one has.
-__device__ __forceinline__ bool follow_maxima(Scores& logits, OnlineSoftmax<kRows>& softmax, Output& o,
-                                              Accumulator (&maxima)[kRows]) {
-    bool grown = false;
+// The largest logits of the rows, among the lanes that share them.
+__device__ __forceinline__ void find_maxima(Scores& logits, Accumulator (&maxima)[kRows]) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         maxima[r] = at(logits, r, 0);
 #pragma unroll
         for (int i = 1; i < kColumns; ++i) maxima[r] = maximum(maxima[r], at(logits, r, i));
         maxima[r] = quad_maximum(maxima[r]);
-        grown |= maxima[r] > softmax.row_max[r];  // right either way: a factor of 1
     }
+}
+
+// Maxima of a tile become those of the rows so far, as they are to be subtracted from logits. O and the sums are
+// rescaled where these have grown, which after the first tiles is rare. Returns whether one has.
+__device__ __forceinline__ bool follow_maxima(Accumulator (&maxima)[kRows], OnlineSoftmax<kRows>& softmax, Output& o) {
+    bool grown = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) grown |= maxima[r] > softmax.row_max[r];  // right either way: a factor of 1
     grown = __any_sync(0xffffffffu, grown);
     if (grown) {  // right either way: a factor of 1
 #pragma unroll
@@ -62,14 +66,23 @@ struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
     }
     // Takes what has been summed since the last time, which is then 0.
     __device__ __forceinline__ void take(Output& o, OnlineSoftmax<kRows>& softmax) {
+        constexpr int kAtOnce = 16;  // loads on their way
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const Accumulator by = follow(r, softmax);
 #pragma unroll
-            for (int i = 0; i <= kValues; ++i) {
-                Accumulator& value = i < kValues ? at(o, r, i) : softmax.row_sum[r];
-                sums[r][i] = multiply_add_subnormal(static_cast<Accumulator>(sums[r][i]), by, value);
-                value = 0;
+            for (int first = 0; first <= kValues; first += kAtOnce) {
+                Accumulator before[kAtOnce];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i)
+                    if (first + i <= kValues) before[i] = sums[r][first + i];
+#pragma unroll
+                for (int i = 0; i < kAtOnce; ++i) {
+                    if (first + i > kValues) continue;
+                    Accumulator& value = first + i < kValues ? at(o, r, first + i) : softmax.row_sum[r];
+                    sums[r][first + i] = multiply_add_subnormal(before[i], by, value);
+                    value = 0;
+                }
             }
         }
     }
@@ -96,7 +109,7 @@ struct Quotients {
 };
 
 __device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile,
-                                           const OnlineSoftmax<kRows>& softmax, const Output& o, const Place& place) {
+                                           const OnlineSoftmax<kRows>& softmax, Output& o, const Place& place) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         const Accumulator row_sum = quad_sum(softmax.row_sum[r]);
@@ -107,14 +120,13 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
         if (place.run == 0 && place.share == 0) store_lse(params, tile, row, finished);
         if constexpr (!kHasValues) continue;
         char* out = output_row(params, tile, row);
-        const int first = place.share * kWarpFeaturesV + place.run * 2;
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
             Accumulator pair[2];
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                pair[e] = quotients.of(multiply_subnormal(o[f][2 * r + e], finished.multiplier));
-            store_output(params, out, first + f * 8, pair);
+                pair[e] = quotients.of(multiply_subnormal(at(o, r, 2 * f + e), finished.multiplier));
+            store_output(params, out, place.feature(2 * f), pair);
         }
     }
 }

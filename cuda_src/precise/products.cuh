@@ -73,11 +73,11 @@ __device__ __forceinline__ void multiply_qk(PairRows<kBlockM, kHeadDim>& q_rows,
 // sum is over 32 keys at most, unless fewer digits are wanted.
 __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, const Place& place,
                                            const ValueScale& scale, Scores& weights, Output& o) {
+    static_assert(kFeatureTiles * 8 * kWarpsPerRow == kHeadDimV, "each warp has as many");
     constexpr int kStepsV = kBlockN / 16, kAtOnce = kPrepared && (kProducts == 1 || kBlockN <= 32) ? 4 : 2;
     constexpr int kStepsPerSum = kProducts > 1 && kStepsV > 2 ? 2 : kStepsV;
     const float relative = __uint_as_float((254 + kPairBits - scale.exponent()) << 23);
-    const SharedAddress v =
-        shared_address(v_rows.rows[place.lane % 16]) + (place.share * kWarpFeaturesV + place.lane / 16 * 8) * 2;
+    const SharedAddress v = shared_address(v_rows.rows[place.lane % 16]) + (place.share * 16 + place.lane / 16 * 8) * 2;
     const float unit = __uint_as_float(scale.exponent() << 23) * kUnscaled;
 #pragma unroll 1
     for (int first = 0; first < kStepsV; first += kStepsPerSum) {
@@ -107,7 +107,8 @@ __device__ __forceinline__ void accumulate(KeyRows<kBlockN, kHeadDimV>& v_rows, 
                     __syncwarp();  // fence: the compiler would fetch more than it has registers for
 #pragma unroll
                 for (int g = 0; g < kAtOnce; g += 2) {
-                    const SharedAddress values = v + (first + step) * 16 * v_rows.kRowBytes + (f + g) * 16;
+                    const SharedAddress values =
+                        v + (first + step) * 16 * v_rows.kRowBytes + (f + g) * 16 * kWarpsPerRow;
                     Fragment firsts, seconds = {};
                     ldmatrix_x4_transposed(firsts, values);
                     if constexpr (kProducts > 1) ldmatrix_x4_transposed(seconds, values + v_rows.kSecond);

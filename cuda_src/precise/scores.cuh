@@ -30,9 +30,9 @@ __device__ __forceinline__ void sum_scores(PartialScores* partial, const Place& 
     }
 }
 
-// Whether a row of the block does not see all keys of a tile.
+// Whether a row of the block does not see all keys that a warp has of a tile, from `n_begin` on.
 __device__ __forceinline__ bool is_at_edge(const TileKeys& keys, long long n_begin) {
-    return n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+    return n_begin < keys.all.begin || n_begin + kWarpKeys > keys.all.end;
 }
 
 // What rows need for every tile of keys, worked out each time.

@@ -27,6 +27,9 @@ __device__ __forceinline__ int unknown_zero() {
     return zero;
 }
 
+// The value, known to be the same for all lanes: it needs no register of each, and who branches on it stays together.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // threadIdx.x, read again: what is computed from it then needs no register in the meantime.
 __device__ __forceinline__ unsigned int thread_index_again() {
     unsigned int index;

@@ -8,10 +8,6 @@ namespace cuflash {
 
 constexpr int kGroupThreads = 128, kConsumers = (kThreads - kProducers) / kGroupThreads;  // warpgroups that multiply
 
-// The same value, known to be the same for all lanes, as products in a branch that might be taken by some would wait
-// for each other.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
 // Number of the warpgroup, found again.
 __device__ __forceinline__ int group_of_thread() { return uniform(thread_index_again() / kGroupThreads); }
 

@@ -41,7 +41,6 @@ from .tiles_float64 import (
     FAST_FLOAT64,
     float64_bucket,
     float64_cost,
-    float64_macros,
     float64_min_blocks,
     float64_shared_memory,
     float64_tiles,
@@ -68,7 +67,7 @@ from .tiles_wgmma import (
     wgmma_shared_memory,
     wgmma_tiles,
 )
-from .tiles_wide import wide_bucket, wide_min_blocks, wide_shared_memory, wide_tiles
+from .tiles_wide import wide_bucket, wide_cost, wide_macros, wide_min_blocks, wide_shared_memory, wide_tiles
 from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
 
 CPU_KERNEL = "cpu"
@@ -296,9 +295,24 @@ KERNELS = (
         cost=points_cost,
     ),
     KernelSpec(
+        name="precise_float64",
+        summary="tensor cores in double precision: float64 on sm_80, sm_90 and sm_100",
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
+        dtypes=("float64",),
+        features=FEATURES - {"page_table"},
+        min_compute_capability=80,
+        max_head_dim=128,
+        head_dim_bucket=float64_bucket,
+        tiles=float64_tiles,
+        shared_memory=float64_shared_memory,
+        min_blocks=float64_min_blocks,
+        cost=float64_cost,
+        capabilities=FAST_FLOAT64,
+    ),
+    KernelSpec(
         name="precise_wide",
-        summary="tensor cores in double precision: float64 of wide heads on sm_80, sm_90 and sm_100",
-        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
+        summary="tensor cores in double precision, for wide heads: float64 on sm_80, sm_90 and sm_100",
+        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float64",),
         features=FEATURES - {"page_table"},
         min_compute_capability=80,
@@ -307,25 +321,9 @@ KERNELS = (
         tiles=wide_tiles,
         shared_memory=wide_shared_memory,
         min_blocks=wide_min_blocks,
-        cost=float64_cost,
+        cost=wide_cost,
         capabilities=FAST_FLOAT64,
-        yields_to=("precise_float64",),
-    ),
-    KernelSpec(
-        name="precise_float64",
-        summary="tensor cores in double precision: float64 on sm_80, sm_90 and sm_100",
-        operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
-        dtypes=("float64",),
-        features=FEATURES - {"page_table"},
-        min_compute_capability=80,
-        max_head_dim=512,
-        head_dim_bucket=float64_bucket,
-        tiles=float64_tiles,
-        shared_memory=float64_shared_memory,
-        min_blocks=float64_min_blocks,
-        cost=float64_cost,
-        capabilities=FAST_FLOAT64,
-        macros=float64_macros,
+        macros=wide_macros,
     ),
     KernelSpec(
         name="forward_scalar",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .features import Macros
 from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 FAST_FLOAT64 = (80, 90, 100)
@@ -12,37 +11,21 @@ FAST_FLOAT64 = (80, 90, 100)
 
 
 def float64_bucket(head_dim: int) -> int:
-    """Multiples of 16 up to 128, of 32 up to 256, then of 64: what 1, 2 and 4 warps divide evenly."""
-    return round_up(head_dim, 16 if head_dim <= 128 else 32 if head_dim <= 256 else 64)
-
-
-def _warps_per_row(traits: Traits) -> int:
-    """Warps that share their rows, each with at most 128 features of the output."""
-    bucket_v = float64_bucket(traits.head_dim_v)
-    return 1 if bucket_v <= 128 else 2 if bucket_v <= 256 else 4
-
-
-def float64_macros(traits: Traits) -> Macros:
-    """What only some kernels are told."""
-    return (("WARPS_PER_ROW", _warps_per_row(traits)),)
+    """Multiples of 16: what an instruction sums over."""
+    return round_up(head_dim, 16)
 
 
 def float64_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float64.cu."""
     bucket, bucket_v = float64_bucket(traits.head_dim), float64_bucket(traits.head_dim_v)
     numbers = tile.block_m * bucket + tile.block_n * (bucket + bucket_v + 4)
-    numbers += (tile.num_threads // 2 + tile.block_m) * tile.block_n if _warps_per_row(traits) > 1 else 64
     return round_up(8 * numbers + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
 
 
-_TILES = {
-    1: (
-        Tile(128, 32, 256), Tile(64, 16, 128), Tile(64, 32, 128), Tile(128, 16, 256), Tile(128, 64, 256),
-        Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
-    ),
-    2: (Tile(64, 16, 256), Tile(32, 32, 128), Tile(32, 16, 128), Tile(16, 32, 64), Tile(16, 16, 64)),
-    4: (Tile(32, 16, 256), Tile(16, 16, 128)),
-}  # fmt: skip
+_TILES = (
+    Tile(128, 32, 256), Tile(64, 16, 128), Tile(64, 32, 128), Tile(128, 16, 256), Tile(128, 64, 256),
+    Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
+)  # fmt: skip
 
 
 COST = Cost(
@@ -88,14 +71,14 @@ def float64_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
     return [
         tile
-        for tile in _TILES[_warps_per_row(traits)]
+        for tile in _TILES
         if float64_shared_memory(traits, tile) <= device.shared_memory_per_block and _registers(traits, tile) <= 255
     ]
 
 
 def _registers(traits: Traits, tile: Tile) -> int:
     """Registers that a thread takes, roughly: output, scores, operands on their way, and what is beside them."""
-    return float64_bucket(traits.head_dim_v) // _warps_per_row(traits) + tile.block_n + 80
+    return float64_bucket(traits.head_dim_v) + tile.block_n + 80
 
 
 def float64_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:

@@ -7,30 +7,81 @@ from .cost import Cost
 from .features import Macros
 from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
+_WARPS, _WARP_KEYS = 8, 16
+"""Warps of a block, which share its rows, and the keys of a tile that are a warp's own."""
+_PIECES_BYTES = 4 * _WARP_KEYS * 16 * 8
+"""Of a warp's keys and values on their way."""
+
 
 def wide_bucket(head_dim: int) -> int:
-    return round_up(head_dim, 64)
+    """Multiples of 32: the warps of a scheduler have as many features as those of the others, or nearly."""
+    return max(round_up(head_dim, 32), 64) if head_dim else 0
 
 
-def _warps(traits: Traits) -> int:
-    return 8 if max(traits.head_dim, traits.head_dim_v) > 256 else wide_bucket(max(traits.head_dim, traits.head_dim_v)) // 64
+def wide_macros(traits: Traits) -> Macros:
+    """What only some kernels are told."""
+    return (("WARPS_PER_ROW", _WARPS), ("KEY_SHARES", _WARPS))
 
 
 def wide_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_wide.cu."""
-    bucket, warps = wide_bucket(traits.head_dim), tile.num_threads // 32
-    size = tile.block_m * bucket * 8 + warps * 4 * 2048 + warps * tile.block_m * 128 + warps * tile.block_m * 8
-    return round_up(size + tile_map_bytes(traits) + TILE_KEYS_BYTES, 128)
+    weights = tile.block_n if traits.has_values else _WARP_KEYS
+    numbers = tile.block_m * (wide_bucket(traits.head_dim) + weights + _WARPS)
+    return round_up(8 * numbers + _WARPS * _PIECES_BYTES + tile_map_bytes(traits) + TILE_KEYS_BYTES, 128)
 
 
 def wide_tiles(traits: Traits, device: Device) -> list[Tile]:
-    if not traits.has_values:
-        return []
-    w = _warps(traits)
-    tiles = [Tile(m, 16 * w, 32 * w) for m in (32, 16)]
-    return [tile for tile in tiles if w > 1 and wide_shared_memory(traits, tile) <= device.shared_memory_per_block]
+    """Tiles that fit registers and shared memory."""
+    tiles = [Tile(block_m, _WARPS * _WARP_KEYS, _WARPS * 32) for block_m in (32, 16)]
+    return [tile for tile in tiles if wide_shared_memory(traits, tile) <= device.shared_memory_per_block]
+
+
+def _registers(traits: Traits, tile: Tile) -> int:
+    """Registers that a thread takes, roughly: output, scores, operands on their way, and what is beside them."""
+    pieces = -(-wide_bucket(traits.head_dim_v) // (16 * _WARPS)) if traits.has_values else 0
+    return tile.block_m * (pieces + 2) + 66
 
 
 def wide_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+    """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     by_memory = blocks_in_shared_memory(device, wide_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * 255)))
+    return max(1, min(by_memory, 2 if _registers(traits, tile) <= 128 else 1))
+
+
+COST = Cost(
+    product=3.29e-06,
+    weight=2.05e-05,
+    load=2.6e-05,
+    tile=0.0719,
+    latency=2.35,
+    latency_load=1.58e-05,
+    copy=0.000107,
+    exposed_copy=0.00172,
+    block=0.44,
+    block_load=0.234,
+    merge=3.07,
+    merge_split=0.331,
+    merge_byte=2.35e-06,
+    latency_weight=0.366,
+)
+COST_WITHOUT_VALUES = Cost(
+    product=2.71e-06,
+    weight=1.85e-05,
+    load=2.52e-05,
+    tile=1.49,
+    latency=0.147,
+    latency_load=2.91e-06,
+    copy=9.81e-05,
+    exposed_copy=0.000827,
+    block=5.54,
+    block_load=0.0795,
+    merge=4.28,
+    merge_split=0.2,
+    merge_byte=2.35e-06,
+    latency_weight=0.0492,
+)
+
+
+def wide_cost(traits: Traits) -> Cost:
+    """Constants for the cost model: without values warps wait for nobody."""
+    return COST if traits.has_values else COST_WITHOUT_VALUES

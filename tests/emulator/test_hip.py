@@ -23,7 +23,7 @@ PORTED = ("forward_scalar", "forward_wmma", "forward_points", "gated_output", "g
 """Rows whose instructions all have a definition for AMD."""
 NVIDIA_ALONE = (
     "forward_wgmma", "forward_mma", "forward_decode", "precise_wgmma", "precise_float32", "precise_float64",
-    "gated_output_mma", "gated_delta_mma", "gated_delta_wgmma",
+    "precise_wide", "gated_output_mma", "gated_delta_mma", "gated_delta_wgmma",
 )  # fmt: skip
 """Rows whose layout of registers is that of mma.sync or wgmma; RDNA3's products hold their operands otherwise."""
 TARGET = "gfx1100"

@@ -89,6 +89,7 @@ EMULATED = {
     "precise_wgmma": ("float32",),
     "precise_float32": ("float32",),
     "precise_float64": ("float64",),
+    "precise_wide": ("float64",),
     "forward_scalar": ("float32", "float64"),
 }
 """Types that a row treats in ways of their own; a GPU runs the others, too."""

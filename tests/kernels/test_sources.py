@@ -175,7 +175,7 @@ def representative_plans(spec: KernelSpec, capability: int) -> dict[str, Plan]:
 
 LOCAL_BYTES = {
     "forward_mma": 4 * (128 + 4), "forward_wmma": 4 * (128 + 2), "forward_wgmma": 4 * (128 + 2),
-    "precise_float64": 8 * (66 + 2),
+    "precise_float64": 8 * (66 + 2), "precise_wide": 8 * (4 * 17 + 4 + 16),
     "precise_wgmma": 4 * (130 + 2 + 24) + 16, "precise_float32": 4 * (130 + 2 + 24) + 16,
     "forward_points": 2 * 4 * 4 * (17 + 1),
 }  # fmt: skip
