@@ -120,6 +120,7 @@ __device__ __forceinline__ void accumulate(const Weights* weights, Feed& feed, c
 #pragma unroll
         for (int piece = 0; piece < kPiecesV; ++piece) {
             const Piece& values = feed.arrive();
+            // right either way: nobody stores what is beyond the last feature
             if (feed.has_values(piece)) {
                 double v[2][4];
 #pragma unroll
@@ -201,12 +202,11 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Output o = {};
     OutputTotal total;
     double maxima[kRows];
-    if (keys.begin < keys.end) {
 #pragma unroll 1
-        for (int i = 0; i < kPiecesAhead; ++i) feed.replace_by_k(i, false);
-        load_queries(params, tile, shared.q);
-        __syncthreads();
-    }
+    for (int i = 0; i < kPiecesAhead; ++i) feed.replace_by_k(i, false);
+    load_queries(params, tile, shared.q);
+    __syncthreads();
+    // right either way: behind the last key nothing is computed
 #pragma unroll 1
     for (long long n_begin = keys.begin, first = n_begin; n_begin < keys.end; feed.next_tile()) {
         Scores scores;
@@ -229,7 +229,6 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             first = n_begin;
         }
     }
-    cp_async_wait();
     if constexpr (kHasValues) {
         total.take(o, softmax);
         total.give_back(o, softmax);

@@ -82,8 +82,9 @@ struct Feed {
     }
     // Groups of 16 keys that the tile has.
     __device__ __forceinline__ int num_groups() const {
-        return num_keys < kBlockN ? (static_cast<int>(num_keys) + Piece::kKeys - 1) / Piece::kKeys
-                                  : kBlockN / Piece::kKeys;
+        constexpr int kAll = kBlockN / Piece::kKeys;
+        // right either way: weights of other keys are 0
+        return num_keys < kBlockN ? (static_cast<int>(num_keys) + Piece::kKeys - 1) / Piece::kKeys : kAll;
     }
     __device__ __forceinline__ bool has_keys() const { return share * kWarpKeys < num_keys; }
     __device__ __forceinline__ void next_tile() {
@@ -104,26 +105,23 @@ struct Feed {
         const long long keys_left = num_keys - (of_next_tile ? kBlockN : 0) - share * kWarpKeys;
         const char* source = k + step * Piece::step(params.k_strides);
         if (of_next_tile) source += kBlockN * params.k_strides.row;
+        // Else nobody waits for it, and something else may arrive there.
         if (keys_left > 0)
-            pieces[current].load(source, params.k_strides,
-                                 // right either way: it only keeps the cast in range
-                                 static_cast<int>(min(keys_left, static_cast<long long>(Piece::kKeys))),
+            pieces[current].load(source, params.k_strides, keys_of_piece(keys_left),
                                  params.head_dim - step * Piece::kFeatures, lane);
         turn();
     }
+    // Whether the warp has a piece of V beside its first ones: some have one less than others.
     __device__ __forceinline__ bool has_values(int piece) const {
+        // right either way: it spares a look at the warp
         return (piece + 1) * kWarpsPerRow * Piece::kFeatures <= kHeadDimV ||
                (piece * kWarpsPerRow + share) * Piece::kFeatures < kHeadDimV;
     }
     __device__ __forceinline__ void replace_by_v(int group, int piece) {
         const int step = piece * kWarpsPerRow;
-        if (has_values(piece))
-            pieces[current].load(
-                v + group * Piece::kKeys * params.v_strides.row + step * Piece::step(params.v_strides),
-                params.v_strides,
-                // right either way: it only keeps the cast in range
-                static_cast<int>(min(num_keys - group * Piece::kKeys, static_cast<long long>(Piece::kKeys))),
-                params.head_dim_v - (step + share) * Piece::kFeatures, lane);
+        const char* source = v + group * Piece::kKeys * params.v_strides.row + step * Piece::step(params.v_strides);
+        pieces[current].load(source, params.v_strides, keys_of_piece(num_keys - group * Piece::kKeys),
+                             params.head_dim_v - (step + share) * Piece::kFeatures, lane);
         turn();
     }
     // By what comes behind the last features of K, and `index` pieces.
@@ -134,6 +132,10 @@ struct Feed {
     }
 
   private:
+    __device__ __forceinline__ static int keys_of_piece(long long keys_left) {
+        // right either way: it only keeps the cast in range
+        return static_cast<int>(min(keys_left, static_cast<long long>(Piece::kKeys)));
+    }
     __device__ __forceinline__ void turn() {
         cp_async_commit();
         current = (current + 1) % kPiecesAhead;
