@@ -179,12 +179,12 @@ __device__ __forceinline__ void raise_references(const Scores& scores, Rows& row
 }
 
 // Logits -> weights, which join the sums of their rows, in the order of values: those that are all 1 give 1.
-__device__ __forceinline__ void weigh(Rows& rows, Scores& scores) {
+__device__ __forceinline__ void weigh(const RowPowers& powers, Rows& rows, Scores& scores) {
     raise_references(scores, rows);
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
 #pragma unroll
-        for (int c = 0; c < kChunk; ++c) scores[r][c] = rows.references[r].weight(scores[r][c]);
+        for (int c = 0; c < kChunk; ++c) scores[r][c] = rows.references[r].weight(powers, scores[r][c]);
         Accumulator sum = scores[r][0];
 #pragma unroll
         for (int c = 1; c < kChunk; ++c) sum += scores[r][c];
@@ -243,6 +243,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const TileKeys keys = shared.keys;
     Rows rows;
     load_queries(params, tile, place, rows);
+    const RowPowers powers(threadIdx.x % 32);
     RowsTotal totals[2];
     int count = 0;
 #pragma unroll 1
@@ -259,11 +260,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             contexts[r] = row_context(params, tile, logit_row(params, tile, place.tile_row(r)), n_begin);
         __syncthreads();
 #pragma unroll 1
-        for (int column = place.lane * kChunk; column < num_keys; column += kLanes * kChunk) {
+        for (int first_column = 0; first_column < num_keys; first_column += kLanes * kChunk) {
+            const int column = first_column + place.lane * kChunk;
             Scores scores;
             score(shared, column, rows, scores);
             scores_to_logits(params, tile, at_edge, n_begin, column, contexts, place, scores);
-            weigh(rows, scores);
+            weigh(powers, rows, scores);
             accumulate(shared, column, scores, rows);
         }
         n_begin += kBlockN;

@@ -79,6 +79,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const Copies copies = {params, shared, shared.keys};
     const TileKeys& keys = copies.keys;
     const RowsWorkedOut rows = {params, tile};
+    const Exponentials exponentials(place.lane);
     OnlineSoftmax<kRows> softmax;
     Output o = {};
     if (keys.any.begin < keys.any.end) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             double maxima[kRows];
             find_maxima(scores, maxima);
             follow_maxima(maxima, softmax, o);
-            weigh(maxima, scores, softmax);
+            weigh(exponentials, maxima, scores, softmax);
         }
         if constexpr (kHasValues) {
             copies.load_next_k(n_begin);

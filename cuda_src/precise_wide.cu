@@ -198,6 +198,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const Place place(threadIdx.x);
     const KeyRange keys = shared.keys.any;
     Feed feed(params, tile, keys, shared.pieces, place);
+    const Exponentials exponentials(place.lane);
     OnlineSoftmax<kRows> softmax;
     Output o = {};
     OutputTotal total;
@@ -214,7 +215,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         find_maxima(scores, maxima);
         if constexpr (kHasValues) share_maxima(shared, place, maxima);
         follow_maxima(maxima, softmax, o);
-        weigh(maxima, scores, softmax);
+        weigh(exponentials, maxima, scores, softmax);
         n_begin += kBlockN;
         if constexpr (!kHasValues) continue;
 #pragma unroll

@@ -39,8 +39,21 @@ __device__ __forceinline__ Accumulator fold_scale(const AttentionParams& params,
     return static_cast<Accumulator>(power_of_two(of_unit));
 }
 
+// Powers of two or, in double precision, of e, for lanes of a warp together.
+template <bool kOfDoubles>
+struct Powers {
+    __device__ __forceinline__ explicit Powers(int) {}
+    __device__ __forceinline__ float of_negative(float exponent) const { return exp2_approximate(exponent); }
+};
+template <>
+struct Powers<true> : Exponentials {
+    using Exponentials::Exponentials;
+};
+using RowPowers = Powers<kIsDouble>;
+
+// For lanes that differ in what they do.
 __device__ __forceinline__ Accumulator power(Accumulator exponent) {
-    if constexpr (kIsDouble) return exponential_of_negative(exponent);
+    if constexpr (kIsDouble) return exponential(exponent);
     else return exp2_approximate(exponent);
 }
 
@@ -66,10 +79,10 @@ struct Reference {
         }
         offset = -(larger * unit);
     }
-    // Exactly 1 for the maximum itself, as products with powers of two are exact.
-    __device__ __forceinline__ Accumulator weight(Accumulator score) const {
-        if constexpr (kOnlyScale) return power(multiply_add(score, unit, offset));
-        else return power((score - finite_maximum(row_max)) * static_cast<Accumulator>(kPerLogit));
+    // Exactly 1 for the maximum itself, as products with powers of two are exact. Called by all lanes.
+    __device__ __forceinline__ Accumulator weight(const RowPowers& powers, Accumulator score) const {
+        if constexpr (kOnlyScale) return powers.of_negative(multiply_add(score, unit, offset));
+        else return powers.of_negative((score - finite_maximum(row_max)) * static_cast<Accumulator>(kPerLogit));
     }
     // The maximum as a logit.
     __device__ __forceinline__ Accumulator largest_logit() const {

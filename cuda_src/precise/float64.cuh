@@ -9,7 +9,8 @@ namespace cuflash {
 static_assert(kDtype == CUFLASH_FLOAT64);
 
 // The exponentials of logits less the maxima of their rows, and their sums.
-__device__ __forceinline__ void weigh(const double (&maxima)[kRows], Scores& scores, OnlineSoftmax<kRows>& softmax) {
+__device__ __forceinline__ void weigh(const Exponentials& exponentials, const double (&maxima)[kRows], Scores& scores,
+                                      OnlineSoftmax<kRows>& softmax) {
     constexpr int kAtOnce = 2;  // columns: all together would take more registers than there are
     const int zero = unknown_zero();
 #pragma unroll
@@ -18,7 +19,7 @@ __device__ __forceinline__ void weigh(const double (&maxima)[kRows], Scores& sco
         for (int r = 0; r < kRows; ++r) {
             double value = at(scores, r, i) - maxima[r];
             if (i >= kAtOnce) value = behind(at(scores, r, i - kAtOnce), value, zero);
-            at(scores, r, i) = exponential_of_negative(value);
+            at(scores, r, i) = exponentials.of_negative(value);
         }
     }
 #pragma unroll

@@ -11,6 +11,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __constant__ static
 #define __launch_bounds__(...)
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))

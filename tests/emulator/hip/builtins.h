@@ -6,6 +6,7 @@
 #define __device__ __attribute__((device))
 #define __global__ __attribute__((global))
 #define __shared__ __attribute__((shared))
+#define __constant__ __attribute__((constant))
 #define __grid_constant__
 #define __launch_bounds__(num_threads, min_blocks) __attribute__((amdgpu_flat_work_group_size(1, num_threads)))
 #define __forceinline__ inline __attribute__((always_inline))
