@@ -140,7 +140,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 __device__ __forceinline__ Accumulator largest_of(const Accumulator (&scores)[kChunk]) {
     Accumulator largest = scores[0];
 #pragma unroll
-    for (int c = 1; c < kChunk; ++c) largest = maximum(largest, scores[c]);
+    for (int c = 1; c < kChunk; ++c) largest = larger(largest, scores[c]);
     return largest;
 }
 

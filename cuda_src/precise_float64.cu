@@ -21,6 +21,7 @@
 #include "common/schedule.cuh"
 #include "precise/copies.cuh"
 #include "precise/float64.cuh"
+#include "precise/scores.cuh"
 #include "ptx/mma_float64.cuh"
 
 namespace cuflash {

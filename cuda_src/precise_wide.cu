@@ -30,7 +30,8 @@ namespace cuflash {
 
 static_assert(kWarpsPerRow == kNumWarps && kWarpKeys == Piece::kKeys && kBlockN == kWarpKeys * kNumWarps);
 
-// Of 16 rows and 16 keys, as mma takes them from the lanes: pairs of a key of both of a lane's rows.
+// Of 16 keys and all rows, as mma takes them from the lanes, 16 rows at a time: pairs of a key of both of a lane's
+// rows.
 using Weights = Vector16[kRowTiles][4][32];
 
 struct SharedTiles {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void multiply_step(const Queries& q, const Piece& k, 
     }
 }
 
-// Scores of half of the features; in memory, where the output leaves no registers for them.
+// Scores of half of the features; in memory, where the output may leave no registers for them.
 template <bool kInMemory>
 struct HalfScores {
     double values[kRows][kColumns];
@@ -76,8 +77,8 @@ struct HalfScores<true> {
 
 // scores = Q K^T, of the warp's keys. The sum over many features is one of two halves: it would lose digits as it grew.
 __device__ __forceinline__ void multiply_qk(const Queries& q, Feed& feed, const Place& place, Scores& scores) {
-    constexpr int kHalf = kSteps > 8 ? kSteps / 2 : 0;
-    HalfScores<kHasValues && kPiecesV == 4> half;
+    constexpr int kHalf = kSteps > 8 ? kSteps / 2 : 0;  // 128 features are not many
+    HalfScores<kHasValues && kPiecesV == 4 && kHalf != 0> half;
 #pragma unroll
     for (int i = 0; i < kRows * kColumns; ++i) at(scores, i / kColumns, i % kColumns) = 0;
 #pragma unroll 1
@@ -151,7 +152,7 @@ __device__ __forceinline__ void share_maxima(SharedTiles& shared, const Place& p
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
         for (int warp = 0; warp < kNumWarps; warp += 4)
-            maxima[r] = maximum(maxima[r], shared.rows[warp + place.run][place.tile_row(r)]);
+            maxima[r] = larger(maxima[r], shared.rows[warp + place.run][place.tile_row(r)]);
         maxima[r] = quad_maximum(maxima[r]);
     }
 }

@@ -18,8 +18,8 @@ __device__ __forceinline__ Accumulator finite_maximum(Accumulator row_max) {
 
 // The largest value among the four lanes that share a row of mma.sync.
 __device__ __forceinline__ Accumulator quad_maximum(Accumulator value) {
-    value = maximum(value, __shfl_xor_sync(0xffffffffu, value, 1));
-    return maximum(value, __shfl_xor_sync(0xffffffffu, value, 2));
+    value = larger(value, __shfl_xor_sync(0xffffffffu, value, 1));
+    return larger(value, __shfl_xor_sync(0xffffffffu, value, 2));
 }
 
 template <int kRows>

@@ -1,9 +1,9 @@
-// Queries, keys and values on their way into shared memory, for mma.sync in double precision.
+// Keys and values on their way into shared memory, for mma.sync in double precision.
 #pragma once
 
 #include "common/load.cuh"
 #include "common/mask.cuh"
-#include "precise/scores.cuh"
+#include "precise/layout.cuh"
 #include "precise/queries.cuh"
 
 namespace cuflash {

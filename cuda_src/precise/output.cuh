@@ -19,7 +19,7 @@ __device__ __forceinline__ void find_maxima(Scores& logits, Accumulator (&maxima
     for (int r = 0; r < kRows; ++r) {
         maxima[r] = at(logits, r, 0);
 #pragma unroll
-        for (int i = 1; i < kColumns; ++i) maxima[r] = maximum(maxima[r], at(logits, r, i));
+        for (int i = 1; i < kColumns; ++i) maxima[r] = larger(maxima[r], at(logits, r, i));
         maxima[r] = quad_maximum(maxima[r]);
     }
 }

@@ -69,9 +69,9 @@ struct Feed {
     int current = 0;     // of the pieces
 
     __device__ __forceinline__ Feed(const AttentionParams& params, const TileMap& tile, const KeyRange& keys,
-                                    Piece (*pieces)[kPiecesAhead], const Place& place)
+                                    Piece (*of_warps)[kPiecesAhead], const Place& place)
         : params(params),
-          pieces(pieces[uniform(place.share)]),
+          pieces(of_warps[uniform(place.share)]),
           lane(place.lane),
           share(uniform(place.share)),
           num_keys(keys.end - keys.begin) {
@@ -105,7 +105,7 @@ struct Feed {
         const long long keys_left = num_keys - (of_next_tile ? kBlockN : 0) - share * kWarpKeys;
         const char* source = k + step * Piece::step(params.k_strides);
         if (of_next_tile) source += kBlockN * params.k_strides.row;
-        // Else nobody waits for it, and something else may arrive there.
+        // Else the piece is not waited for: what comes next into its place could meet zeros that are on their way.
         if (keys_left > 0)
             pieces[current].load(source, params.k_strides, keys_of_piece(keys_left),
                                  params.head_dim - step * Piece::kFeatures, lane);

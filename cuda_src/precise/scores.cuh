@@ -1,5 +1,5 @@
-// Scores of a warp's rows and of one tile of keys: what warps that share their rows add up, and how logits come of
-// them.
+// Scores of a warp's rows and of one tile of keys: what warps that share their rows and features add up, and how logits
+// come of them.
 #pragma once
 
 #include "common/mask.cuh"

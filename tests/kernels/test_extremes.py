@@ -119,6 +119,7 @@ def assert_close(
 ) -> None:
     """Close to float64, NaN nowhere; where the lse leaves the range of its type it is not compared."""
     out, lse = back_end.attention(q, k, v, **options)
+    options.pop("splits", None)
     expected, expected_lse = reference.attention(q, k, v, **options)
     size = max(1.0, float(np.abs(v.astype(np.float64)).max()))
     np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=(back_end.rounding + atol) * size)
@@ -186,9 +187,10 @@ def test_hidden_keys_beside_small_softcap_and_smaller_scale(back_end: BackEnd, s
 @back_ends
 @pytest.mark.parametrize("softcap", [None, 1.0, 50.0, 300.0])
 @pytest.mark.parametrize("sink", [-1e30, -100.0, -86.0, 0.0, 1e30, np.inf, np.nan])
-def test_sinks_of_rows_that_see_no_key(back_end: BackEnd, sink: float, softcap: float | None) -> None:
-    q, k = back_end.draw(1, 70, 32), back_end.draw(1, 90, 32)
-    options = {"causal": True, "query_offset": -20, "softcap": softcap, "sinks": np.array([sink])}
+@pytest.mark.parametrize("splits", [1, 2])
+def test_sinks_of_rows_that_see_no_key(back_end: BackEnd, splits: int, sink: float, softcap: float | None) -> None:
+    q, k = back_end.draw(1, 70, 32), back_end.draw(1, 90 if splits == 1 else 300, 32)
+    options = {"causal": True, "query_offset": -20, "softcap": softcap, "sinks": np.array([sink]), "splits": splits}
     out, lse = back_end.attention(q, k, k, **options)
     assert (out[:, :20] == 0).all()
     np.testing.assert_allclose(lse[:, :20], sink, rtol=1e-6)
