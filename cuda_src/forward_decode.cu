@@ -205,7 +205,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         n_begin = next, places = ahead;
         ahead = reader.find(n_begin + kTeam * kBlockN);
     }
-    const int num_rows = rows_left(tile, tile.row_begin);
+    const int num_rows = tile.num_rows;
     shared.shares.store(place, num_rows, softmax, o);
     __syncthreads();
 #pragma unroll 1

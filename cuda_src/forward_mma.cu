@@ -113,7 +113,7 @@ struct Worker {
                 largest = largest_scores<false>(scores);
             }
         }
-        RowValues factors;
+        RowValues factors = {};  // else the compiler has registers for those of the last tile
         if (follow_maxima(maxima, largest, logits, multiplier, states, factors, shared.exchange, view.warp))
             rescale(o, factors);
         scores_to_weights(scores, logits, references_of(maxima, logits, multiplier), multiplier, states.row_sum);

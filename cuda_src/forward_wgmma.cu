@@ -149,11 +149,10 @@ struct RowWarp {
         source.release_keys(i);
         const bool outgrown = find_logits(tile, factors);
         weigh(tile, 0);
-        if (outgrown) {  // a branch: the compiler would move the wait in front of the exponentials
-            wgmma_wait<0>(o[0]);
-            rescale(o, factors);
-        }
-        wgmma_wait<0>(o[0]);
+        // Else the compiler would move the wait in front of the exponentials; three warpgroups lack the registers.
+        if (kConsumers < 3) stay_in_front_if(outgrown);
+        wgmma_wait<0>(o[0]);  // not in a branch: all warps of a warpgroup wait together
+        if (outgrown) rescale(o, factors);
         source.release_values(i - 1);
         if ((i - begin) % kTilesPerSum == 0) {
             if (i - begin > kTilesPerSum) add_total(o, total, tile.maxima, multiplier);
@@ -181,7 +180,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const int num_tiles = place.walk.num_tiles;
     RowStates states(shared.maxima, warp);
     Output o = {};
-    if (kQueryBuffers == 1 || number == 0)
+    if (kQueryBuffers == 1)
         load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     KeySource source(params, shared, place, group);
@@ -221,7 +220,8 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
         shared.placed.release_read(number);
         shared.placed.wait_until_ready(number + 1);
         if (uniform(shared.places[(number + 1) % kPlaces].is_empty())) return;
-        if (kQueryBuffers == 1) barrier_wait(1 + group, kGroupThreads);
+        // Queries lie where the last output did. And without it the compiler takes the warps of a warpgroup for apart.
+        barrier_wait(1 + group, kGroupThreads);
     }
 }
 

@@ -39,6 +39,9 @@ constexpr int kVectors = kHeadDimV / (kLanesPerRow * kVector);  // of each lane
 constexpr int kWeights = less_of(kLanesPerRow, kPartsPerTurn);  // of parts, one to a lane
 constexpr int kPartsAtOnce = kVectors >= kPartsPerTurn ? 1 : less_of(kPartsPerTurn / kVectors, kWeights);
 
+// Of a multiprocessor, where that many have registers.
+constexpr int kBlocksAtOnce = kVectorLoads && kVectors < 4 && sizeof(Accumulator) == 4 ? 2 : 1;
+
 static_assert((kHeadDimV & (kHeadDimV - 1)) == 0 && kHeadDimV >= 16, "lanes of a row are a power of two");
 static_assert(kThreads % 32 == 0, "whole warps: shuffles name all 32 lanes");
 
@@ -103,100 +106,145 @@ __device__ __forceinline__ RowPlace row_place(const MergeParams& params, long lo
     return place;
 }
 
-__device__ __forceinline__ ExponentialSum load_sum(const MergeParams& params, const RowPlace& place, long long part) {
-    const int idx = kStacked ? 0 : static_cast<int>(part);
-    const char* address = params.lses[idx] + place.offset(params.lses_strides[idx]);
-    if constexpr (kStacked) address += part * params.lses_part_stride;
-    const Accumulator sum = load_bits<Accumulator>(address + params.lses_column_stride);
-    return {load_bits<Accumulator>(address), params.lses_column_stride == 0 ? 1 : sum};
-}
+// Where the parts of a row are. Of stacked ones it is known before they are there.
+struct RowParts {
+    const MergeParams& params;
+    const RowPlace& place;
+    const char *first_out, *first_lse;
+    int num_parts, warps_per_row;
 
-// kVector features of a part's row from `column` on; zeros behind the last.
-__device__ __forceinline__ Elements16 load_features(const MergeParams& params, const RowPlace& place, long long part,
-                                                    int column) {
-    const int idx = kStacked ? 0 : static_cast<int>(part);
-    const char* row = params.outs[idx] + place.offset(params.outs_strides[idx]);
-    if constexpr (kStacked) row += part * params.outs_part_stride;
-    Elements16 features = {};
-    if constexpr (kVectorLoads) {
-        if (column < params.head_dim_v)
-            features = *reinterpret_cast<const Elements16*>(row + column * static_cast<int>(sizeof(Element)));
-    } else {
-#pragma unroll
-        for (int e = 0; e < kVector; ++e) {
-            if (column + e < params.head_dim_v)
-                features.values[e] = load_bits<Element>(row + (column + e) * params.outs_column_stride[idx]);
-        }
+    __device__ __forceinline__ RowParts(const MergeParams& params, const RowPlace& place)
+        : params(params),
+          place(place),
+          first_out(params.outs[0] + place.offset(params.outs_strides[0])),
+          first_lse(params.lses[0] + place.offset(params.lses_strides[0])),
+          num_parts(static_cast<int>(params.num_parts)),
+          warps_per_row(static_cast<int>(params.warps_per_row)) {}
+
+    __device__ __forceinline__ const char* out(int part) const {
+        if constexpr (kStacked) return first_out + part * params.outs_part_stride;
+        else return params.outs[part] + place.offset(params.outs_strides[part]);
     }
-    return features;
-}
+    __device__ __forceinline__ const char* lse(int part) const {
+        if constexpr (kStacked) return first_lse + part * params.lses_part_stride;
+        else return params.lses[part] + place.offset(params.lses_strides[part]);
+    }
+    // What lies there for a part's sum, whatever it is; empty behind the last part.
+    __device__ __forceinline__ ExponentialSum sum(int part) const {
+        if (part >= num_parts) return empty_sum();
+        const char* const address = lse(part);
+        return {load_bits<Accumulator>(address), load_bits<Accumulator>(address + params.lses_column_stride)};
+    }
+    // What is known of it when it is there: a logarithm alone stands for itself, once.
+    __device__ __forceinline__ ExponentialSum of_loaded(ExponentialSum sum) const {
+        return {sum.largest, params.lses_column_stride == 0 ? 1 : sum.sum};
+    }
+    // kVector features of a part, whose row is given, from `column` on; zeros behind the last.
+    __device__ __forceinline__ Elements16 features(const char* row, int part, int column) const {
+        Elements16 features = {};
+        if constexpr (kVectorLoads) {
+            if (column < params.head_dim_v)
+                features = *reinterpret_cast<const Elements16*>(row + column * static_cast<int>(sizeof(Element)));
+        } else {
+            const long long stride = params.outs_column_stride[kStacked ? 0 : part];
+#pragma unroll
+            for (int e = 0; e < kVector; ++e) {
+                if (column + e < params.head_dim_v)
+                    features.values[e] = load_bits<Element>(row + (column + e) * stride);
+            }
+        }
+        return features;
+    }
+};
 
 // A lane's features of some parts, from a column on.
 struct Features {
     Elements16 of[kPartsAtOnce][kVectors];
-};
 
-// Parts from `first` on; zeros for those behind the last one.
-__device__ __forceinline__ Features load_parts(const MergeParams& params, const RowPlace& place, long long first,
-                                               int first_column) {
-    Features features = {};
+    // Of parts from `first` on; behind the last one, those of the last.
+    __device__ __forceinline__ Features(const RowParts& parts, int first, int first_column) {
+        int part = min(first, parts.num_parts - 1);
+        const char* row = parts.out(part);
 #pragma unroll
-    for (int i = 0; i < kPartsAtOnce; ++i) {
-        if (first + i < params.num_parts) {
+        for (int i = 0; i < kPartsAtOnce; ++i) {
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
-                features.of[i][v] = load_features(params, place, first + i, first_column + v * kLanesPerRow * kVector);
+                of[i][v] = parts.features(row, part, first_column + v * kLanesPerRow * kVector);
+            const bool has_next = first + i + 1 < parts.num_parts;
+            part += has_next;
+            if constexpr (kStacked) row += has_next ? parts.params.outs_part_stride : 0;
+            else row = parts.out(part);
         }
     }
-    return features;
-}
+};
 
-// The sum over all parts of a row, shared out among its lanes.
-__device__ __forceinline__ ExponentialSum sum_parts(const MergeParams& params, const RowPlace& place, int lane) {
-    ExponentialSum total = empty_sum();
-    for (long long part = lane; part < params.num_parts; part += kLanesPerRow)
-        total = merge(total, load_sum(params, place, part));
+// Sums of some of a lane's parts, which are every kLanesPerRow-th one.
+struct LaneSums {
+    static constexpr int kAtOnce = sizeof(Accumulator) == 4 ? 2 : 1;
+    ExponentialSum of[kAtOnce];
+
+    __device__ __forceinline__ LaneSums(const RowParts& parts, int first) {
 #pragma unroll
-    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2) {
-        if (distance >= params.num_parts) continue;  // right either way: lanes from there on have no part
-        total = merge(total, {__shfl_xor_sync(0xffffffffu, total.largest, distance),
-                              __shfl_xor_sync(0xffffffffu, total.sum, distance)});
+        for (int i = 0; i < kAtOnce; ++i) of[i] = parts.sum(first + i * kLanesPerRow);
     }
-    const int first_lane = threadIdx.x % 32 - lane;
-    return {__shfl_sync(0xffffffffu, total.largest, first_lane), __shfl_sync(0xffffffffu, total.sum, first_lane)};
+    __device__ __forceinline__ ExponentialSum total(const RowParts& parts) const {
+        ExponentialSum total = parts.of_loaded(of[0]);
+        if (parts.num_parts <= kLanesPerRow) return total;  // right either way: there are no others
+#pragma unroll
+        for (int i = 1; i < kAtOnce; ++i) total.largest = maximum(total.largest, of[i].largest);
+        total.sum *= relative_exponential(of[0].largest, total.largest);
+#pragma unroll
+        for (int i = 1; i < kAtOnce; ++i)
+            total.sum += parts.of_loaded(of[i]).sum * relative_exponential(of[i].largest, total.largest);
+        return total;
+    }
+};
+
+// The sum over all parts of a row, `first_sums` being those of the lane's first ones.
+__device__ __forceinline__ ExponentialSum sum_parts(const RowParts& parts, const LaneSums& first_sums, int lane) {
+    constexpr int kStep = LaneSums::kAtOnce * kLanesPerRow;
+    ExponentialSum total = first_sums.total(parts);
+#pragma unroll 1
+    for (int first = kStep; first < parts.num_parts; first += kStep)
+        total = merge(total, LaneSums(parts, first + lane).total(parts));
+    Accumulator largest = total.largest;
+#pragma unroll
+    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
+        largest = maximum(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    Accumulator sum = total.sum * relative_exponential(total.largest, largest);
+#pragma unroll
+    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+    return {largest, sum};
 }
 
-// What the output of a part that has seen keys is multiplied by.
-__device__ __forceinline__ Accumulator share_of(ExponentialSum part, ExponentialSum total) {
+// What the output of a part is multiplied by; below 0 for one that has seen no key, or is none.
+__device__ __forceinline__ Accumulator weight_of(ExponentialSum part, ExponentialSum total) {
+    if (part.largest == -infinity()) return -1;
     return part.sum * relative_exponential(part.largest, total.largest) / total.sum;
-}
-
-// A part's share of the total; below 0 for one that has seen no key, or is none.
-__device__ __forceinline__ Accumulator weight_of(const MergeParams& params, const RowPlace& place, long long part,
-                                                 ExponentialSum total) {
-    if (part >= params.num_parts) return -1;
-    const ExponentialSum sum = load_sum(params, place, part);
-    return sum.largest == -infinity() ? -1 : share_of(sum, total);
 }
 
 // values += those of a warp's parts, weighted; and the sum over all parts of the row. `member`: the warp's number in
 // its team.
-__device__ __forceinline__ ExponentialSum add_parts(const MergeParams& params, const RowPlace& place, int member,
-                                                    int first_column, Accumulator (&values)[kVectors][kVector]) {
+__device__ __forceinline__ ExponentialSum add_parts(const RowParts& parts, int member, int first_column,
+                                                    Accumulator (&values)[kVectors][kVector]) {
     const int lane = threadIdx.x % kLanesPerRow, first_lane = threadIdx.x % 32 - lane;
-    const long long begin = member * kPartsPerTurn;
-    long long first = begin;
-    ExponentialSum total;
-    Accumulator weight = 0;  // of the part whose number among kWeights parts is the lane's
+    const int begin = member * kPartsPerTurn;
+    int first = begin;
+    const LaneSums first_sums(parts, lane);
+    ExponentialSum total, own;  // of the part whose number among kWeights parts is the lane's
+    Accumulator weight = 0;     // of the same
 #pragma unroll 1
     do {
-        const Features features = load_parts(params, place, first, first_column);
-        if (first == begin) total = sum_parts(params, place, lane);  // right either way: the sum stays the same
-        const int part = static_cast<int>(first % kWeights);
-        if (part == 0) weight = weight_of(params, place, first + lane % kWeights, total);
+        const int part = first % kWeights;
+        if (part == 0) own = parts.sum(first + lane % kWeights);
+        const Features features(parts, first, first_column);
+        // right either way: the sum stays the same
+        if (first == begin) total = sum_parts(parts, first_sums, lane);
+        if (part == 0) weight = weight_of(parts.of_loaded(own), total);
 #pragma unroll
         for (int i = 0; i < kPartsAtOnce; ++i) {
-            if (first + i >= params.num_parts) break;  // right either way: parts behind the last count nothing
+            if (first + i >= parts.num_parts) break;  // right either way: parts behind the last count nothing
             const Accumulator of_part = __shfl_sync(0xffffffffu, weight, first_lane + part + i);
             const bool counts = !(of_part < 0);
 #pragma unroll
@@ -210,8 +258,8 @@ __device__ __forceinline__ ExponentialSum add_parts(const MergeParams& params, c
             }
         }
         first += kPartsAtOnce;
-        if (first % kPartsPerTurn == 0) first += (params.warps_per_row - 1) * kPartsPerTurn;
-    } while (first < params.num_parts);  // right either way: parts behind the last count nothing
+        if (first % kPartsPerTurn == 0) first += (parts.warps_per_row - 1) * kPartsPerTurn;
+    } while (first < parts.num_parts);  // right either way: parts behind the last count nothing
     return total;
 }
 
@@ -247,6 +295,9 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
     // Lanes behind the last row stand at one of the first ones, as all of a warp shuffle.
     const RowPlace place = row_place(params, row);
     const bool stores = member == 0 && row < params.num_rows;
+    const RowParts parts(params, place);
+    char* const out = params.out + place.offset(params.out_strides);
+    prefetch(parts.first_out + lane * kVector * sizeof(Element)), prefetch(parts.first_lse), prefetch(out);
     wait_for_launch_before();
     ExponentialSum total;
     int column = 0;  // the first one of all lanes
@@ -254,11 +305,10 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
     do {
         const int first_column = column + lane * kVector;
         Accumulator values[kVectors][kVector] = {};
-        total = add_parts(params, place, member, first_column, values);
+        total = add_parts(parts, member, first_column, values);
         // right either way: there are no others
         if (warps_per_row > 1) merge_team(params, shared, member, values);
         if (stores) {
-            char* out = params.out + place.offset(params.out_strides);
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
                 store_features(out, first_column + v * kLanesPerRow * kVector, static_cast<int>(params.head_dim_v),
@@ -267,16 +317,15 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
         column += kHeadDimV;
     } while (column < params.head_dim_v);  // right either way: nothing is stored behind the last feature
     if (stores && lane == 0 && params.lse) {
-        const char* first = params.lses[0] + place.offset(params.lses_strides[0]);
-        const Accumulator offset =
-            params.lses_column_stride == 0 ? 0 : load_bits<Accumulator>(first + 2 * params.lses_column_stride);
+        const long long stride = params.lses_column_stride;
+        const Accumulator offset = stride == 0 ? 0 : load_bits<Accumulator>(parts.first_lse + 2 * stride);
         store_sum(params.lse + place.offset(params.lse_strides), params.lse_column_stride, total, offset);
     }
 }
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kBlocksAtOnce)
     cuflash_merge(const __grid_constant__ cuflash::MergeParams params) {
     extern __shared__ __align__(16) char shared_memory[];
     cuflash::merge_rows(params, *reinterpret_cast<cuflash::TeamValues*>(shared_memory));

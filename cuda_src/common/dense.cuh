@@ -7,24 +7,22 @@ namespace cuflash {
 
 // Where a batch of an array begins, counted along the axes up to `axis`.
 __device__ __forceinline__ const char* batch_address(const AttentionParams& params, const char* array,
-                                                     const Strides& strides, long long batch,
+                                                     const Strides& strides, unsigned int batch,
                                                      int axis = kBatchAxes - 1) {
 #pragma unroll 1
     for (; batch != 0; --axis) {
-        const Divisor& length = params.batch_shape[axis];
-        // right either way: the division gives 0 too
-        const long long rest = batch < length ? 0 : divide(batch, length);
-        array += (batch - rest * length) * strides.batch[axis];
-        batch = rest;
+        const Divided index(batch, params.batch_shape[axis]);
+        array += index.rest * strides.batch[axis];
+        batch = index.quotient;
     }
     return array;
 }
 
 // A tile of a dense call: its batch, its first head, and where its rows begin.
 struct DensePlace {
-    long long batch;
+    unsigned int batch;
     int head;
-    long long m_block;
+    unsigned int m_block;
 };
 
 // An array as a lane finds its address for a tile: the arrays, their strides and their addresses follow each other in
@@ -45,18 +43,19 @@ struct LaneArray {
           number(lane) {}
 
     // Called by all lanes of a warp while the block waits.
-    __device__ __forceinline__ void map(const AttentionParams& params, const DensePlace& place, TileMap& tile) {
+    __device__ __forceinline__ void map(const AttentionParams& params, const DensePlace& place, unsigned int split,
+                                        TileMap& tile) {
         const bool is_of_keys = number == kTileArrayK || number == kTileArrayV;
-        const long long head_kv = divide(place.head, params.group_size);
+        const int head_kv = static_cast<int>(Divided(place.head, params.group_size).quotient);
         address += (is_of_keys ? head_kv : place.head) * head_stride;
         if (!kPaged || !is_of_keys) {
-            const Divisor& length = params.batch_shape[kBatchAxes - 1];
-            // right either way: the division gives 0 too
-            const long long rest = place.batch < length ? 0 : divide(place.batch, length);
-            address += (place.batch - rest * length) * batch_stride;
+            const Divided index(place.batch, params.batch_shape[kBatchAxes - 1]);
+            address += index.rest * batch_stride;
             // right either way: no axis is left
-            if (rest != 0) address = batch_address(params, address, strides, rest, kBatchAxes - 2);
+            if (index.quotient != 0) address = batch_address(params, address, strides, index.quotient, kBatchAxes - 2);
         }
+        if (number == kTileArrayOut) address += split * params.out_split_stride;
+        if (number == kTileArrayLse) address += split * params.lse_split_stride;
         if (number < kTileArrays) (&tile.q)[number] = address;
         if (kPaged && number == 0) tile.set_pages(pages_of(params, place.batch));
     }
@@ -74,13 +73,9 @@ __device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params
         seqlen_k = min(cached_keys(params, place.batch) + params.seqlen_new, seqlen_k);
         if (params.offset_from_lengths) query_offset = seqlen_k - params.seqlen_q;
     }
-    return {params.seqlen_q,
-            seqlen_k,
-            query_offset,
-            0,
-            seqlen_k,
-            place.m_block * kBlockM,
-            params.seqlen_q * params.packed_heads};
+    TileExtent extent = {params.seqlen_q, seqlen_k, query_offset, 0, seqlen_k};
+    extent.begin_at(params, static_cast<long long>(place.m_block) * kBlockM);
+    return extent;
 }
 
 }  // namespace cuflash

@@ -31,4 +31,16 @@ static __device__ CUFLASH_ONE_COPY long long divide(long long a, const Divisor b
     return a - quotient * by.value < by.value ? quotient : quotient + 1;
 }
 
+// An index below 2^32 - 1 by a length: a few instructions, and no branch.
+struct Divided {
+    unsigned int quotient, rest;
+
+    // The reciprocal makes less than (index + 1) / value of index + 1, but by 1 / value at most.
+    __device__ __forceinline__ Divided(unsigned int index, const Divisor& by) {
+        const unsigned long long next = index + 1, low_by = static_cast<unsigned int>(by.reciprocal);
+        quotient = static_cast<unsigned int>((next * (by.reciprocal >> 32) + (next * low_by >> 32)) >> 32);
+        rest = index - quotient * static_cast<unsigned int>(by.value);
+    }
+};
+
 }  // namespace cuflash

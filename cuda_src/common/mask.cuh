@@ -52,14 +52,8 @@ __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, con
         const KeyRange every = {tile.key_begin, tile.key_end};
         return {every, every};
     }
-    long long first_query = tile.row_begin;
-    long long last_query = min(first_query + kBlockM, tile.num_rows) - 1;
-    if (params.packed_heads != 1) {  // right either way: a division by 1
-        first_query = divide(first_query, params.packed_heads);
-        last_query = divide(last_query, params.packed_heads);
-    }
-    const KeyRange first = visible_keys(params, tile, first_query);
-    const KeyRange last = visible_keys(params, tile, last_query);
+    const KeyRange first = visible_keys(params, tile, tile.first_query);
+    const KeyRange last = visible_keys(params, tile, find_row(params, tile, tile.num_rows - 1).query);
     return {{first.begin, last.end}, {last.begin, first.end}};
 }
 

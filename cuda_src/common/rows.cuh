@@ -14,8 +14,17 @@ struct TileExtent {
     long long query_offset;
     long long key_begin;  // keys that the block is to look at, at most: all of them, or its split
     long long key_end;
-    long long row_begin;  // first row of the tile, counted over queries x packed heads
-    long long num_rows;   // rows of the whole sequence; 0: the block has nothing to do
+    long long first_query;    // of the first row
+    unsigned int first_head;  // of it, of the packed ones
+    int num_rows;             // that the tile has; 0: the block has nothing to do
+
+    // Rows are counted over queries x packed heads.
+    __device__ __forceinline__ void begin_at(const AttentionParams& params, long long row) {
+        first_query = divide(row, params.packed_heads);
+        first_head = static_cast<unsigned int>(row - first_query * params.packed_heads);
+        const long long rows_left = seqlen_q * params.packed_heads - row;
+        num_rows = static_cast<int>(min(rows_left, static_cast<long long>(kBlockM)));
+    }
 };
 
 // Where a batch's entries of the page table begin, for calls that have one; it takes no room in others.
@@ -45,7 +54,7 @@ struct TileMap : TileExtent, Pages<kPaged> {
     HeadValues per_head;
 };
 constexpr int kTileArrays = 9;  // their addresses, in the order of AttentionParams, and two of them
-constexpr int kTileArrayK = 1, kTileArrayV = 2;
+constexpr int kTileArrayK = 1, kTileArrayV = 2, kTileArrayOut = 3, kTileArrayLse = 4;
 
 // Query and head (relative to the tile's first) of one tile row.
 struct Row {
@@ -54,24 +63,22 @@ struct Row {
     bool valid;
 };
 
-__device__ __forceinline__ Row row_at(const AttentionParams& params, const TileExtent& tile, int tile_row) {
-    const long long row = tile.row_begin + tile_row;
-    if (params.packed_heads == 1)  // right either way: a division by 1
-        return {row, 0, row < tile.num_rows};
-    const long long query = divide(row, params.packed_heads);
-    return {query, static_cast<int>(row - query * params.packed_heads), row < tile.num_rows};
+__device__ __forceinline__ Row find_row(const AttentionParams& params, const TileExtent& tile, int tile_row) {
+    const Divided place(tile.first_head + tile_row, params.packed_heads);
+    return {tile.first_query + place.quotient, static_cast<int>(place.rest), tile_row < tile.num_rows};
+}
+// One copy: written out in many places it would take registers of main loops.
+static __device__ CUFLASH_ONE_COPY Row row_at(const AttentionParams& params, const TileExtent& tile, int tile_row) {
+    return find_row(params, tile, tile_row);
 }
 
 // Where the query of a tile row begins; null for rows behind the last one.
 __device__ __forceinline__ const char* query_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    const Row row = row_at(params, tile, tile_row);
+    // right either way: a division by 1, and a call where there are calls
+    const bool is_packed = CUFLASH_WARPGROUPS || params.packed_heads != 1;
+    const Row row =
+        is_packed ? row_at(params, tile, tile_row) : Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows};
     return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
-}
-
-// Rows from `row` on that the sequence has, as far as a tile reaches.
-__device__ __forceinline__ int rows_left(const TileExtent& tile, long long row) {
-    // right either way: it only keeps the cast in range
-    return static_cast<int>(min(tile.num_rows - row, static_cast<long long>(kBlockM)));
 }
 
 }  // namespace cuflash

@@ -45,9 +45,7 @@ __device__ __forceinline__ Accumulator logit_offset(const AttentionParams& param
 
 // Rows behind the last one repeat it: their logits go nowhere.
 __device__ __forceinline__ LogitRow logit_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    // right either way: it only keeps the cast in range
-    const int last_row = static_cast<int>(min(tile.num_rows - tile.row_begin, static_cast<long long>(kBlockM))) - 1;
-    const Row row = row_at(params, tile, min(tile_row, last_row));
+    const Row row = row_at(params, tile, min(tile_row, tile.num_rows - 1));
     LogitRow result = {};
     result.position = nearest_key(tile, row.query + tile.query_offset);
     if constexpr (kBiasDtype != 0)

@@ -82,11 +82,11 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, long
 }
 
 // Fills `tile` with a tile of packed sequences. Called by all threads of warp 0; true for the one that has done it.
-__device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, long long tile_idx, TileMap& tile) {
-    const long long segment_tile = divide(tile_idx, params.head_tiles);
-    const int head = static_cast<int>((tile_idx - segment_tile * params.head_tiles) * params.packed_heads);
+__device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, unsigned int tile_idx, TileMap& tile) {
+    const Divided segment_tile(tile_idx, params.head_tiles);
+    const int head = static_cast<int>(segment_tile.rest * static_cast<unsigned int>(params.packed_heads));
     Segment segment;
-    if (!find_segment(params, segment_tile, segment)) return false;
+    if (!find_segment(params, segment_tile.quotient, segment)) return false;
     const long long begin_q = segment.begin;
     const bool is_sequence = segment.index >= 0 && segment.index < params.num_sequences;
     long long begin_k = 0;
@@ -97,7 +97,7 @@ __device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, l
         end_k = min(load_integer(boundaries + params.cu_seqlens_k_stride, params.cu_seqlens_k_size), params.seqlen_k);
         end_k = max(end_k, begin_k);  // right either way: less than no keys are none
     }
-    const int head_kv = static_cast<int>(divide(head, params.group_size));
+    const int head_kv = static_cast<int>(Divided(head, params.group_size).quotient);
     const long long sequence = is_sequence ? segment.index : 0;
     tile.q = params.q + head * params.q_strides.head + begin_q * params.q_strides.row;
     tile.k = params.k + head_kv * params.k_strides.head + begin_k * params.k_strides.row;
@@ -112,8 +112,7 @@ __device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, l
     tile.query_offset = params.offset_from_lengths ? tile.seqlen_k - tile.seqlen_q : params.query_offset_value;
     tile.key_begin = 0;
     tile.key_end = tile.seqlen_k;
-    tile.row_begin = segment.tile * kBlockM;
-    tile.num_rows = tile.seqlen_q * params.packed_heads;
+    tile.begin_at(params, segment.tile * kBlockM);
     return true;
 }
 

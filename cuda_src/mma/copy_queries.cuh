@@ -35,9 +35,8 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, cons
             }
         };
         if (params.packed_heads == 1) {
-            const long long query = tile.row_begin + own.first + own_row;
-            const char* source = tile.q + query * params.q_strides.row;
-            const int num_rows = rows_left(tile, query);
+            const int first = own.first + own_row, num_rows = tile.num_rows - first;
+            const char* source = tile.q + (tile.first_query + first) * params.q_strides.row;
 #pragma unroll
             for (int pass = 0; pass < OwnRows::kCount; pass += kAtOnce) {
                 copy(pass, source, pass < num_rows);

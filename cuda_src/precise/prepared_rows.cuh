@@ -69,7 +69,7 @@ __device__ __forceinline__ long long tokens_before(const char* sequence, const c
 }
 
 __device__ __forceinline__ PreparedKeys prepared_keys(const AttentionParams& params, const TileMap& tile) {
-    const long long tile_idx = tile_of_block(params);
+    const unsigned int tile_idx = tile_of_block(params).quotient;
     long long row;
     if constexpr (kVarlen) {
         const long long head = divide(tile_idx % params.head_tiles * params.packed_heads, params.group_size);

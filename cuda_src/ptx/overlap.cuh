@@ -11,6 +11,12 @@ __device__ __forceinline__ void let_next_launch_begin() {
 #endif
 }
 
+// Sends for the line of memory at an address, as far as the L2 cache, where the launch in front may still write it. Who
+// reads it later has the address at hand, and knows the page.
+__device__ __forceinline__ void prefetch(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
 // Waits until the launch in front of this one has ended, and what it has written is there.
 __device__ __forceinline__ void wait_for_launch_before() {
 #if __CUDA_ARCH__ >= 900

@@ -12,10 +12,9 @@ struct KeysOfOthers {
 
     __device__ __forceinline__ KeysOfOthers(const AttentionParams&, SharedTiles& shared, const Place&, int group)
         : shared(shared), group(group) {}
-    // Those of the block's first tile its warpgroups load.
     __device__ __forceinline__ void wait_for_queries(int number) {
-        if (kQueryBuffers > 1 && number != 0) {
-            shared.next_queries.wait_until_ready(number - 1);
+        if constexpr (kQueryBuffers > 1) {
+            shared.loaded_queries.wait_until_ready(number);
         } else {
             cp_async_wait();
             fence_async_proxy();

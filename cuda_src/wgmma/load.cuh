@@ -25,12 +25,12 @@ struct SharedTiles {
     Place places[kPlaces];
     LogitUnit unit;
     Pipe<kPlaces> placed;
-    Pipe<kQueryBuffers> next_queries;
+    Pipe<kQueryBuffers> loaded_queries;
     Pipe<kStages> keys, values;
     Turns turns;
 
     __device__ __forceinline__ void init() {
-        placed.init(1, kThreads / 32), next_queries.init(kProducers / 32, kNumWarps);
+        placed.init(1, kThreads / 32), loaded_queries.init(kProducers / 32, kNumWarps);
         keys.init(kProducers / 32, kNumWarps), values.init(kProducers / 32, kNumWarps);
         turns.init();
     }
@@ -44,7 +44,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
                                              int group, int thread) {
     const int lane_row = thread / 8, piece = thread % 8, first_row = 64 * group + lane_row;
     const char* source = query_row(params, tile, first_row);
-    const int num_rows = rows_left(tile, tile.row_begin + first_row);
+    const int num_rows = tile.num_rows - first_row;
 #pragma unroll 1
     for (int i = 0; i < 64; i += 16) {
         const SharedAddress first = shared_address(&target.rows[0][lane_row + i][0]) + (piece ^ lane_row % 8) * 16;
@@ -107,28 +107,28 @@ __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedT
 #pragma unroll 1
     for (int i = begin + 1; i < end; ++i) loader.load_next<true>(i, kBlockN);
 }
-// For all tiles of rows, whose places the first warp finds on the way.
+// For all tiles of rows, whose places the first warp finds on the way; and their queries where there are two buffers.
 __device__ __forceinline__ void load_all_keys(const AttentionParams& params, SharedTiles& shared) {
     if (kWalksOn && thread_of_loader() < 32) shared.placed.arrive(0);
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Place& place = shared.places[number % kPlaces];
+        if (place.is_empty()) return;
+        if constexpr (kQueryBuffers > 1) {
+            for (int group = 0; group < kConsumers; ++group)
+                load_queries(params, place.tile, shared.queries(number, group), group, thread_of_loader());
+            shared.loaded_queries.arrive_with_copies(number);
+        }
         load_keys(params, shared, place);
         const int half = place.next, keys_before = place.keys_before + place.walk.num_tiles;
         if (!kWalksOn || half == 0) return;
         shared.placed.release_read(number);
-        Place& next = shared.places[(number + 1) % kPlaces];
         if (thread_of_loader() < 32) {
             shared.placed.wait_until_free(number + 1);
-            next.find(params, half, keys_before);
+            shared.places[(number + 1) % kPlaces].find(params, half, keys_before);
             shared.placed.arrive(number + 1);
         }
         shared.placed.wait_until_ready(number + 1);
-        if (next.is_empty()) return;
-        if constexpr (kQueryBuffers == 1) continue;
-        for (int group = 0; group < kConsumers; ++group)
-            load_queries(params, next.tile, shared.queries(number + 1, group), group, thread_of_loader());
-        shared.next_queries.arrive_with_copies(number);
     }
 }
 

@@ -17,12 +17,13 @@ constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next 
 // pair.
 __device__ __forceinline__ bool map_half(const AttentionParams& params, int half, TileMap& tile, TileKeys& keys,
                                          int& next) {
-    const long long pair = half / 2 * static_cast<long long>(gridDim.x) + blockIdx.x;
-    const long long planes = divide(pair, params.num_m_blocks), m_block = pair - planes * params.num_m_blocks;
-    if (half % 2 == 0 && 2 * planes + 1 < num_planes(params)) next = half + 1;
-    else if (pair + gridDim.x < params.num_pairs) next = half / 2 * 2 + 2;
-    const PlaneTile first = {2 * planes, params.num_m_blocks - 1 - m_block}, second = {2 * planes + 1, m_block};
-    return map_dense_tile(params, half % 2 == 0 ? first : second, tile, keys);
+    const unsigned int number = half / 2 * gridDim.x + blockIdx.x;
+    const Divided pair(number, params.num_m_blocks);
+    const unsigned int plane = 2 * pair.quotient, last = static_cast<unsigned int>(params.num_m_blocks) - 1;
+    if (half % 2 == 0 && plane + 1 < num_planes(params)) next = half + 1;
+    else if (number + static_cast<long long>(gridDim.x) < params.num_pairs) next = half / 2 * 2 + 2;
+    const PlaneTile first = {plane, last - pair.rest}, second = {plane + 1, pair.rest};
+    return map_dense_tile(params, half % 2 == 0 ? first : second, 0, tile, keys);
 }
 
 // Tiles of packed sequences, whose number nobody knows before they are looked for, are taken by turns, as they follow
@@ -32,10 +33,11 @@ __device__ __forceinline__ bool map_turn(const AttentionParams& params, int turn
                                          int& next) {
     unsigned int place = blockIdx.x + (turn * 159u % 256 * gridDim.x >> 8);
     if (place >= gridDim.x) place -= gridDim.x;
-    const long long first = turn * static_cast<long long>(gridDim.x), tile_idx = first + place;
-    if (first + gridDim.x < params.num_pairs) next = turn + 1;  // right either way: one that finds nothing
+    const unsigned int first = turn * gridDim.x;
+    if (first + static_cast<long long>(gridDim.x) < params.num_pairs)
+        next = turn + 1;  // right either way: one that finds nothing
     TileMap mapped;
-    if (!map_packed_tile(params, tile_idx, mapped)) return false;
+    if (!map_packed_tile(params, first + place, mapped)) return false;
     keys = tile_keys(params, mapped);
     tile = mapped;
     return true;

@@ -36,7 +36,6 @@ LENGTHS: Fields = (
     ("num_m_blocks", DIVISOR),
     ("planes_at_once", DIVISOR),
     ("tiles_at_once", DIVISOR),
-    ("heads_continue", "q"),
     ("num_pairs", "q"),
     ("first_block", "q"),
 )
@@ -200,7 +199,6 @@ class Packer:
             num_m_blocks=divisor(num_m_blocks),
             planes_at_once=divisor(planes_at_once),
             tiles_at_once=divisor(planes_at_once * num_m_blocks),
-            heads_continue=plan.num_batches > 1 and not varlen and _heads_continue(problem, plan, strides),
             num_pairs=plan.num_pairs,
             first_block=first_block,
         )
@@ -273,33 +271,8 @@ def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
 _STEPS_SIZE = struct.calcsize("=" + STRIDES[0][1])
 _STRIDES_SIZE = _STEPS_SIZE * len(STRIDES)
 _NUM_STRIDED = len(STRIDES)
-_NEW = ARRAYS.index("k_new"), ARRAYS.index("v_new")
-_WITH_KEY_HEADS = ARRAYS.index("k"), ARRAYS.index("v")
 _STRIDES_PLACES = range(0, _STRIDES_SIZE, _STEPS_SIZE)
 _PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AXES + 4)]
-
-
-def _heads_continue(problem: Problem, plan: Plan, strides: tuple[Any, ...]) -> bool:
-    """Whether all arrays go on from the last head of a batch to the next batch as they do from head to head.
-
-    False where the heads of all batches would not be counted by 32 bits, and where batches have lengths or pages.
-    """
-    if problem.traits.seqlens_k or problem.traits.page_table:
-        return False
-    num_batch, num_heads = len(problem.batch), problem.num_heads_q
-    lengths = [(axis, length) for axis, length in reversed(plan.batch_axes) if length != 1]
-    if plan.num_batches * num_heads >= 2**31:
-        return False
-    for i, steps in enumerate(strides):
-        if steps and i not in _NEW:
-            # `query_offset` has no heads.
-            head = steps[num_batch] if len(steps) > num_batch else 0
-            step = head * (problem.num_heads_kv if i in _WITH_KEY_HEADS else num_heads)
-            for axis, length in lengths:
-                if steps[axis] != step:
-                    return False
-                step *= length
-    return True
 
 
 def _integer_size(dtype: str) -> int:

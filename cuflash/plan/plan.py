@@ -21,6 +21,8 @@ from .tiles import APPENDING, PREPARING, WARP, round_up
 
 MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
+MAX_BLOCKS = 2**32 - 1
+"""Of all launches of a call: kernels count tiles and splits by 32 bits."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 
@@ -130,6 +132,11 @@ def make_plan(
         is_varlen = problem.traits.op == "attention_varlen"
         num_pairs = num_m_blocks * (num_planes if is_varlen else -(-num_planes // 2))
         num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
+    if num_m_blocks * num_planes * num_splits > MAX_BLOCKS:
+        raise ValueError(
+            f"q has {num_m_blocks * num_planes} tiles of {tile.block_m} rows, times {num_splits} splits: expected at "
+            f"most {MAX_BLOCKS} on a GPU"
+        )
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(

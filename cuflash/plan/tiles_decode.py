@@ -40,19 +40,19 @@ _DECODE_TILES = {256: Tile(16, 32, 128), 512: Tile(16, 16, 128)}
 
 # As fitted, but for `block` and `merge`: what these have gained since was measured as differences of whole calls.
 COST = Cost(
-    product=7.5e-07,
-    weight=2.23e-06,
-    load=3.35e-05,
-    tile=0.00246,
-    latency=0.0228,
-    latency_load=1.71e-06,
-    copy=0.00772,
+    product=9.83e-07,
+    weight=2.02e-06,
+    load=2.83e-05,
+    tile=0.00234,
+    latency=0.0104,
+    latency_load=1.35e-06,
+    copy=0.00785,
     exposed_copy=0.000342,
-    block=5,
-    block_load=0.0264,
-    merge=4.6,
-    merge_split=0.033,
-    merge_byte=2.57e-07,
+    block=4.82,
+    block_load=0.0291,
+    merge=3.63,
+    merge_split=0.0343,
+    merge_byte=1.4e-07,
     stream=4.45e-07,
 )
 

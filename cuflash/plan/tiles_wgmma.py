@@ -62,22 +62,22 @@ _WGMMA_TILES = (
 )  # fmt: skip
 
 COST = Cost(
-    product=2.14e-07,
-    weight=2.24e-05,
-    load=7.22e-08,
-    tile=0.00721,
-    latency=0.609,
-    latency_load=1.13e-05,
+    product=2.58e-07,
+    weight=1.59e-05,
+    load=1.29e-08,
+    tile=0.00828,
+    latency=0.768,
+    latency_load=1.41e-05,
     copy=0,
     exposed_copy=0,
-    block=6.99,
-    block_load=0.00457,
-    merge=3.16,
-    merge_split=0.0287,
-    merge_byte=2.08e-07,
+    block=4.73,
+    block_load=0.00169,
+    merge=3.47,
+    merge_split=0.0284,
+    merge_byte=2.48e-07,
     stream=4.82e-07,
-    next_tile=4.2,
-    in_step=1.03,
+    next_tile=3.11,
+    in_step=1.02,
 )
 
 

@@ -360,6 +360,51 @@ def test_division(back_end: str, tmp_path: Path) -> None:
 
 
 @backends
+def test_division_of_an_index(back_end: str, tmp_path: Path) -> None:
+    """Of 32 bits, by lengths of any size, with its rest."""
+    rng = np.random.default_rng(0)
+    edges = [
+        1,
+        2,
+        3,
+        7,
+        641,
+        6700417,
+        2**16 - 1,
+        2**16 + 1,
+        2**31 - 1,
+        2**31,
+        2**32 - 3,
+        2**32 - 1,
+        2**32,
+        2**32 + 3,
+        2**62,
+    ]
+    values = np.concatenate([edges, (2 ** rng.uniform(0, 33, 49)).astype(np.int64)])
+    most = 2**32 - 2
+    multiples = most // values * values
+    anything = (2 ** rng.uniform(0, 32, (58, 64))).astype(np.int64)
+    numbers = np.stack(
+        [multiples, np.maximum(multiples - 1, 0), np.minimum(values, most), np.minimum(values - 1, most)]
+    )
+    numbers = np.minimum(np.concatenate([numbers, np.full((2, 64), most), anything]), most).ravel()
+    values = np.tile(values, 64)
+    reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)
+    body = """
+        constexpr int kCount = 4096;
+        for (int i = lane; i < kCount; i += 32) {
+            const Divisor by = {in[kCount + i], static_cast<unsigned long long>(in[2 * kCount + i])};
+            const Divided divided(static_cast<unsigned int>(in[i]), by);
+            out[i] = divided.quotient * 4294967296LL + divided.rest;
+        }
+    """
+    given = np.concatenate([numbers, values, reciprocals])
+    arrays = given, given, np.empty(numbers.size, np.int64)
+    out = _run(back_end, body, arrays, tmp_path, "convert", ("long long", "long long")).ravel().view(np.uint64)
+    assert (out == (numbers // values).astype(np.uint64) * 2**32 + (numbers % values).astype(np.uint64)).all()
+
+
+@backends
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conversions(back_end: str, dtype: str, tmp_path: Path) -> None:
     """Every 16-bit value to float and back, and floats at, beside and between the rounding boundaries."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +16,6 @@ from hypothesis import strategies as st
 
 import cuflash.plan.build
 import cuflash.plan.plan
-from cuflash.gpu.arguments import VALUES, Packer
 from cuflash.plan.axes import BATCH_AXES
 from cuflash.plan.features import FEATURES, used_features
 from cuflash.plan.plan import Plan, make_plan, refusals
@@ -141,8 +139,8 @@ float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0
 bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_wide, 32x128/256, grid 8192, 166144 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -203,7 +201,7 @@ D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 223232 B, batch 0:4, D 19
 D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1
 D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 198656 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
@@ -212,19 +210,19 @@ points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
 points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
-no queries, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
-no keys, forward_decode, 16x32/128, grid 8, 26016 B, batch 0:2, D 64/64, align 16, x2
-no batch, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:0, D 64/64, align 16, x2
-no heads, forward_decode, 16x32/128, grid 0, 26016 B, batch 0:2, D 64/64, align 16, x2
+no queries, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:2, D 64/64, align 16, x1
+no keys, forward_wgmma, 64x128x2/256, grid 8, 78848 B, batch 0:2, D 64/64, align 16, x2
+no batch, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:0, D 64/64, align 16, x1
+no heads, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:2, D 64/64, align 16, x1
 (B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 46080 B, batch 0:4, D 64/64, align 16, x4
-three batch axes, forward_mma, 64x64x2/128, grid 240, 49888 B, batch 0:2 1:3 2:5, D 64/64, align 16, x3
-batch of q broadcast, forward_decode, 16x32/128, grid 252, 26016 B, batch 0:9, D 64/64, align 16, x2
+three batch axes, forward_wgmma, 64x128x2/256, grid 240, 78848 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
+batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 78848 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
 D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
 every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2, 64 at once, softcap
+softcap window, forward_wgmma, 64x64x2/128, grid 4096, 46080 B, batch 0:4, D 64/64, align 16, x3, 16 at once, softcap
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
@@ -609,10 +607,11 @@ def test_devices_by_number() -> None:
     assert all(48 * 1024 <= device.shared_memory_per_block <= 227 * 1024 for device in DEVICES)
 
 
-def test_blocks_are_counted_without_overflow() -> None:
-    huge = dense(gpu((2**20, 64, 2**20, 64)), gpu((2**20, 64, 1, 64)))
-    plan = make_plan(huge, H200, AUTOMATIC)
-    assert plan.num_blocks == 2**46 // plan.tile.block_m
+def test_blocks_are_counted_by_32_bits() -> None:
+    kv, settings = gpu((2**20, 64, 1, 64)), Settings("forward_mma", "64x64x2", False)
+    assert make_plan(dense(gpu((2**20, 64, 2**11, 64)), kv), H200, settings).num_blocks == 2**31
+    with pytest.raises(ValueError, match=r"^q has \d+ tiles of \d+ rows, times 1 splits: expected at most 4294967295 "):
+        make_plan(dense(gpu((2**20, 64, 2**13, 64)), kv), H200, settings)
 
 
 def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,39 +624,6 @@ def test_planes_at_once_stay_in_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make_plan(groups, H200, settings).planes_at_once == 12, "heads of a group read the same keys"
     monkeypatch.setattr(cuflash.plan.plan, "CACHED_BYTES", 1)
     assert make_plan(problem, H200, settings).planes_at_once == 1
-
-
-def _heads_continue(problem: Problem) -> bool:
-    """The field of the kernel's arguments."""
-    plan = make_plan(problem, H200, AUTOMATIC)
-    packed = Packer(problem, plan)(problem, plan)
-    before = itertools.takewhile(lambda field: field[0] != "heads_continue", VALUES)
-    return bool(struct.unpack_from("=q", packed, struct.calcsize("=" + "".join(code for _, code in before)))[0])
-
-
-@pytest.mark.parametrize(
-    ("problem", "continues"),
-    [
-        (dense(gpu((2, 3, 4, 20, 16)), gpu((2, 3, 2, 20, 16))), True),
-        (dense(gpu((1, 3, 4, 20, 16)), gpu((1, 3, 2, 20, 16))), True),
-        (dense(gpu((3, 1, 4, 20, 16)), gpu((3, 1, 2, 20, 16))), True),
-        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), alibi_slopes=gpu((3, 4), "float32")), True),
-        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), alibi_slopes=gpu((4,), "float32")), False),
-        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), sinks=gpu((), "float32")), True),
-        (dense(gpu((3, 4, 20, 16)), gpu((3, 4, 20, 16)), mask=gpu((3, 1, 1, 20), "bool")), False),
-        (dense(gpu((2, 3, 4, 20, 16)), gpu((3, 4, 20, 16))), False),
-        (dense(swapped((2, 4, 20, 16))), False),
-        (dense(gpu((2, 4, 20, 16)), swapped((2, 4, 20, 16))), False),
-        (dense(gpu((2, 4, 20, 16), strides=(5120, 640, 32, 2))), False),
-        (dense(gpu((1, 4, 20, 16), strides=(5120, 640, 32, 2))), False),
-        (dense(gpu((1, 4, 20, 16))), False),
-        (packed(2, 30, 4, 4, 16, "float16"), False),
-    ],
-    ids=lambda value: "" if isinstance(value, bool) else f"{value.batch}",
-)
-def test_heads_continue_where_all_arrays_do(problem: Problem, continues: bool) -> None:
-    """One batch has nothing to go on to; an axis of length 1 has no step."""
-    assert _heads_continue(problem) == continues
 
 
 def test_longest_tiles_first_where_lengths_differ() -> None:
@@ -690,10 +656,6 @@ def test_stand_ins_of_numpy_dtypes_agree() -> None:
     """The tables of types that plans are made of name the same types as the arrays do."""
     sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
     assert sizes == ITEMSIZE
-
-
-def test_heads_beyond_32_bits_are_counted_by_batch() -> None:
-    assert not _heads_continue(dense(gpu((2**31, 1, 1, 8), "float16")))
 
 
 @pytest.mark.parametrize("capability", [86, 90])

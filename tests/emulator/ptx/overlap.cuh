@@ -4,6 +4,7 @@
 namespace cuflash {
 
 inline void let_next_launch_begin() {}
+inline void prefetch(const void*) {}
 inline void wait_for_launch_before() {}
 
 }  // namespace cuflash
