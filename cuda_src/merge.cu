@@ -180,38 +180,43 @@ struct Features {
 
 // Sums of some of a lane's parts, which are every kLanesPerRow-th one.
 struct LaneSums {
-    static constexpr int kAtOnce = sizeof(Accumulator) == 4 ? 2 : 1;
+    static constexpr int kAtOnce = kStacked && sizeof(Accumulator) == 4 ? 2 : 1;
     ExponentialSum of[kAtOnce];
 
     __device__ __forceinline__ LaneSums(const RowParts& parts, int first) {
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) of[i] = parts.sum(first + i * kLanesPerRow);
     }
-    __device__ __forceinline__ ExponentialSum total(const RowParts& parts) const {
-        ExponentialSum total = parts.of_loaded(of[0]);
-        if (parts.num_parts <= kLanesPerRow) return total;  // right either way: there are no others
+    __device__ __forceinline__ Accumulator largest() const {
+        Accumulator largest = of[0].largest;
 #pragma unroll
-        for (int i = 1; i < kAtOnce; ++i) total.largest = maximum(total.largest, of[i].largest);
-        total.sum *= relative_exponential(of[0].largest, total.largest);
+        for (int i = 1; i < kAtOnce; ++i) largest = maximum(largest, of[i].largest);
+        return largest;
+    }
+    __device__ __forceinline__ Accumulator relative_to(const RowParts& parts, Accumulator largest) const {
+        Accumulator sum = 0;
 #pragma unroll
-        for (int i = 1; i < kAtOnce; ++i)
-            total.sum += parts.of_loaded(of[i]).sum * relative_exponential(of[i].largest, total.largest);
-        return total;
+        for (int i = 0; i < kAtOnce; ++i)
+            sum += parts.of_loaded(of[i]).sum * relative_exponential(of[i].largest, largest);
+        return sum;
     }
 };
 
-// The sum over all parts of a row, `first_sums` being those of the lane's first ones.
+// The sum over all parts of a row, `first_sums` being those of the lane's first ones. Each counts by the same
+// exponential as its output does later, so that what these are off by is off in both.
 __device__ __forceinline__ ExponentialSum sum_parts(const RowParts& parts, const LaneSums& first_sums, int lane) {
     constexpr int kStep = LaneSums::kAtOnce * kLanesPerRow;
-    ExponentialSum total = first_sums.total(parts);
+    Accumulator largest = first_sums.largest();
 #pragma unroll 1
     for (int first = kStep; first < parts.num_parts; first += kStep)
-        total = merge(total, LaneSums(parts, first + lane).total(parts));
-    Accumulator largest = total.largest;
+        largest = maximum(largest, LaneSums(parts, first + lane).largest());
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
         largest = maximum(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
-    Accumulator sum = total.sum * relative_exponential(total.largest, largest);
+    Accumulator sum = first_sums.relative_to(parts, largest);
+#pragma unroll 1
+    for (int first = kStep; first < parts.num_parts; first += kStep)
+        sum += LaneSums(parts, first + lane).relative_to(parts, largest);
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);

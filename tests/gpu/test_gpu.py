@@ -238,7 +238,8 @@ def test_torch_arrays(dtype: str) -> None:
     assert cuflash.attention(q, q, q, causal=True, out=into) is into
     np.testing.assert_array_equal(cupy.from_dlpack(into).get(), out.get())
     mask = torch.ones(70, 70, device="cuda", dtype=torch.bool).tril()
-    np.testing.assert_array_equal(cuflash.attention(q, q, q, mask=mask).get(), out.get())
+    masked = cuflash.attention(q, q, q, mask=mask).astype(np.float64).get()  # another kernel may serve it
+    np.testing.assert_allclose(masked, expected.cpu().numpy(), rtol=tolerance, atol=tolerance)
     with pytest.raises(TypeError, match=r"k is a torch\.Tensor that is not on a CUDA device"):
         cuflash.attention(q, q.cpu(), q)
     with pytest.raises(TypeError, match=r"requires? grad"):
