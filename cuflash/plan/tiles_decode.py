@@ -38,7 +38,6 @@ def decode_shared_memory(traits: Traits, tile: Tile) -> int:
 # threads. By the features of a key and a value that a warp has, at most.
 _DECODE_TILES = {256: Tile(16, 32, 128), 512: Tile(16, 16, 128)}
 
-# As fitted, but for `block` and `merge`: what these have gained since was measured as differences of whole calls.
 COST = Cost(
     product=9.83e-07,
     weight=2.02e-06,
