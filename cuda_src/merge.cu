@@ -208,14 +208,14 @@ __device__ __forceinline__ ExponentialSum sum_parts(const RowParts& parts, const
     constexpr int kStep = LaneSums::kAtOnce * kLanesPerRow;
     Accumulator largest = first_sums.largest();
 #pragma unroll 1
-    for (int first = kStep; first < parts.num_parts; first += kStep)
+    for (int first = kStep; first < parts.num_parts; first += kStep)  // right either way: the others are empty
         largest = maximum(largest, LaneSums(parts, first + lane).largest());
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
         largest = maximum(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
     Accumulator sum = first_sums.relative_to(parts, largest);
 #pragma unroll 1
-    for (int first = kStep; first < parts.num_parts; first += kStep)
+    for (int first = kStep; first < parts.num_parts; first += kStep)  // right either way: the others are empty
         sum += LaneSums(parts, first + lane).relative_to(parts, largest);
 #pragma unroll
     for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
@@ -242,11 +242,11 @@ __device__ __forceinline__ ExponentialSum add_parts(const RowParts& parts, int m
 #pragma unroll 1
     do {
         const int part = first % kWeights;
-        if (part == 0) own = parts.sum(first + lane % kWeights);
+        if (part == 0) own = parts.sum(first + lane % kWeights);  // right either way: it is looked at then alone
         const Features features(parts, first, first_column);
         // right either way: the sum stays the same
         if (first == begin) total = sum_parts(parts, first_sums, lane);
-        if (part == 0) weight = weight_of(parts.of_loaded(own), total);
+        if (part == 0) weight = weight_of(parts.of_loaded(own), total);  // right either way: the weight stays the same
 #pragma unroll
         for (int i = 0; i < kPartsAtOnce; ++i) {
             if (first + i >= parts.num_parts) break;  // right either way: parts behind the last count nothing

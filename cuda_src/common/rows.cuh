@@ -74,9 +74,9 @@ static __device__ CUFLASH_ONE_COPY Row row_at(const AttentionParams& params, con
 
 // Where the query of a tile row begins; null for rows behind the last one.
 __device__ __forceinline__ const char* query_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    // right either way: a division by 1, and a call where there are calls
     const bool is_packed = CUFLASH_WARPGROUPS || params.packed_heads != 1;
     const Row row =
+        // right either way: a division by 1, and a call where there are calls
         is_packed ? row_at(params, tile, tile_row) : Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows};
     return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
 }

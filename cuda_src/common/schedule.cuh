@@ -21,7 +21,7 @@ __device__ __forceinline__ unsigned int num_planes(const AttentionParams& params
 // Tiles follow each other head by head, from the first row on; or else so many heads take turns, those of their tiles
 // first that have the most keys, which are the last ones.
 __device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, unsigned int tile_idx) {
-    if (params.planes_at_once == 0) {
+    if (params.planes_at_once == 0) {  // right either way: another order
         const Divided place(tile_idx, params.num_m_blocks);
         return {place.quotient, place.rest};
     }
