@@ -34,8 +34,8 @@ __device__ __forceinline__ bool map_turn(const AttentionParams& params, int turn
     unsigned int place = blockIdx.x + (turn * 159u % 256 * gridDim.x >> 8);
     if (place >= gridDim.x) place -= gridDim.x;
     const unsigned int first = turn * gridDim.x;
-    if (first + static_cast<long long>(gridDim.x) < params.num_pairs)
-        next = turn + 1;  // right either way: one that finds nothing
+    // right either way: one that finds nothing
+    if (first + static_cast<long long>(gridDim.x) < params.num_pairs) next = turn + 1;
     TileMap mapped;
     if (!map_packed_tile(params, first + place, mapped)) return false;
     keys = tile_keys(params, mapped);
