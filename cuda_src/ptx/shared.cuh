@@ -20,6 +20,11 @@ __device__ __forceinline__ const char* unknown(const char* value) {
     return value;
 }
 
+// An instruction without effect, where `rarely` holds: the compiler moves no other one across it.
+__device__ __forceinline__ void stay_in_front_if(bool rarely) {
+    if (rarely) asm volatile("pmevent 0;" ::: "memory");
+}
+
 // 0, which the compiler does not know: what is computed with it seems to depend on what it is combined with.
 __device__ __forceinline__ int unknown_zero() {
     int zero;

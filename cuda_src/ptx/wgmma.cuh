@@ -47,11 +47,6 @@ __device__ __forceinline__ void wgmma_wait(float (&d)[kTiles][4]) {
     for (int i = 0; i < 4 * kTiles; ++i) asm volatile("" : "+f"(d[i / 4][i % 4])::"memory");
 }
 
-// An instruction without effect, if it is one that `rarely` holds for: the compiler moves no other one across it.
-__device__ __forceinline__ void stay_in_front_if(bool rarely) {
-    if (rarely) asm volatile("pmevent 0;" ::: "memory");
-}
-
 // The same for several of them.
 template <int kPending, int kCount, int kTiles>
 __device__ __forceinline__ void wgmma_wait(float (&d)[kCount][kTiles][4]) {

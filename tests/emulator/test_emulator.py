@@ -334,6 +334,22 @@ def test_shuffles_and_votes(back_end: str, tmp_path: Path) -> None:
         assert (column == value).all()
 
 
+def _divide(back_end: str, tmp_path: Path, numbers: np.ndarray, values: np.ndarray, result: str) -> np.ndarray:
+    """What an expression in `number` and `by` gives for each of 4096 numbers and what divides it."""
+    reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)
+    body = f"""
+        constexpr int kCount = 4096;
+        for (int i = lane; i < kCount; i += 32) {{
+            const long long number = in[i];
+            const Divisor by = {{in[kCount + i], static_cast<unsigned long long>(in[2 * kCount + i])}};
+            out[i] = {result};
+        }}
+    """
+    given = np.concatenate([numbers, values, reciprocals])
+    arrays = given, given, np.empty(numbers.size, np.int64)
+    return _run(back_end, body, arrays, tmp_path, "convert", ("long long", "long long")).ravel()
+
+
 @backends
 def test_division(back_end: str, tmp_path: Path) -> None:
     """By reciprocals, of whatever is not negative."""
@@ -345,63 +361,21 @@ def test_division(back_end: str, tmp_path: Path) -> None:
     largest = np.full(64, 2**63 - 1)
     numbers = np.stack([multiples, multiples - 1, values, values - 1, largest, *anything]).ravel()
     values = np.tile(values, 64)
-    reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)
-    body = """
-        constexpr int kCount = 4096;
-        for (int i = lane; i < kCount; i += 32) {
-            const Divisor by = {in[kCount + i], static_cast<unsigned long long>(in[2 * kCount + i])};
-            out[i] = divide(in[i], by);
-        }
-    """
-    given = np.concatenate([numbers, values, reciprocals])
-    arrays = given, given, np.empty(numbers.size, np.int64)
-    out = _run(back_end, body, arrays, tmp_path, "convert", ("long long", "long long"))
-    assert (out.ravel() == numbers // values).all()
+    assert (_divide(back_end, tmp_path, numbers, values, "divide(number, by)") == numbers // values).all()
 
 
 @backends
-def test_division_of_an_index(back_end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["quotient", "rest"])
+def test_division_of_an_index(back_end: str, part: str, tmp_path: Path) -> None:
     """Of 32 bits, by lengths of any size, with its rest."""
-    rng = np.random.default_rng(0)
-    edges = [
-        1,
-        2,
-        3,
-        7,
-        641,
-        6700417,
-        2**16 - 1,
-        2**16 + 1,
-        2**31 - 1,
-        2**31,
-        2**32 - 3,
-        2**32 - 1,
-        2**32,
-        2**32 + 3,
-        2**62,
-    ]
-    values = np.concatenate([edges, (2 ** rng.uniform(0, 33, 49)).astype(np.int64)])
-    most = 2**32 - 2
-    multiples = most // values * values
-    anything = (2 ** rng.uniform(0, 32, (58, 64))).astype(np.int64)
-    numbers = np.stack(
-        [multiples, np.maximum(multiples - 1, 0), np.minimum(values, most), np.minimum(values - 1, most)]
-    )
-    numbers = np.minimum(np.concatenate([numbers, np.full((2, 64), most), anything]), most).ravel()
-    values = np.tile(values, 64)
-    reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)
-    body = """
-        constexpr int kCount = 4096;
-        for (int i = lane; i < kCount; i += 32) {
-            const Divisor by = {in[kCount + i], static_cast<unsigned long long>(in[2 * kCount + i])};
-            const Divided divided(static_cast<unsigned int>(in[i]), by);
-            out[i] = divided.quotient * 4294967296LL + divided.rest;
-        }
-    """
-    given = np.concatenate([numbers, values, reciprocals])
-    arrays = given, given, np.empty(numbers.size, np.int64)
-    out = _run(back_end, body, arrays, tmp_path, "convert", ("long long", "long long")).ravel().view(np.uint64)
-    assert (out == (numbers // values).astype(np.uint64) * 2**32 + (numbers % values).astype(np.uint64)).all()
+    rng, most = np.random.default_rng(0), 2**32 - 2
+    edges = [1, 2, 3, 7, 641, 6700417, 2**16 - 1, 2**16 + 1, 2**31 - 1, 2**31, most, 2**32, 2**32 + 3, 2**62]
+    values = np.concatenate([edges, (2 ** rng.uniform(0, 33, 50)).astype(np.int64)])
+    multiples, anything = most // values * values, (2 ** rng.uniform(0, 32, (59, 64))).astype(np.int64)
+    numbers = np.stack([multiples, multiples - 1, values, values - 1, np.full(64, most), *anything])
+    numbers, values = np.clip(numbers, 0, most).ravel(), np.tile(values, 64)
+    found = _divide(back_end, tmp_path, numbers, values, f"Divided(static_cast<unsigned int>(number), by).{part}")
+    assert (found == (numbers // values if part == "quotient" else numbers % values)).all()
 
 
 @backends

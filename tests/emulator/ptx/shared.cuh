@@ -9,6 +9,7 @@ inline SharedAddress shared_address(void* shared) { return static_cast<char*>(sh
 inline int unknown(int value) { return value; }
 inline const char* unknown(const char* value) { return value; }
 inline int unknown_zero() { return 0; }
+inline void stay_in_front_if(bool) {}
 inline int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
 inline unsigned int thread_index_again() { return threadIdx.x; }
 

@@ -57,8 +57,6 @@ CUFLASH_UNCHECKED inline WgmmaThread& wgmma_thread() {
 inline void wgmma_fence() {}
 CUFLASH_UNCHECKED inline void wgmma_commit() { ++wgmma_thread().num_groups; }
 
-inline void stay_in_front_if(bool) {}
-
 template <int kPending, int kTiles>
 CUFLASH_UNCHECKED inline void wgmma_wait(float (&)[kTiles][4]) {
     WgmmaThread& thread = wgmma_thread();
