@@ -30,8 +30,8 @@ from .tile import Arithmetic, operand, queries_of, to_logits
 
 SCRATCH_BYTES = 48 * 2**20
 """Limit for the scratch memory of all threads together."""
-THREAD_COST = 3 * 2**22
-"""Multiplications (about 0.2 ms) for which a thread is worth waking."""
+THREAD_COST = 2**23
+"""Multiplications (about 0.14 ms) for which a thread is worth waking."""
 KEPT_BYTES = 2**23
 """Scratch memory that is kept for the next call: new memory costs a page fault for every 4 KiB."""
 MAX_FREE = 8

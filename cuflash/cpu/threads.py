@@ -18,6 +18,7 @@ import ctypes
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Lock
 from typing import Any, TypeVar
@@ -43,6 +44,29 @@ _free_locks: deque[int] = deque()
 """Used again and never destroyed: a helper that comes too late still tries to acquire one."""
 
 
+def _current_core_function() -> Callable[[], int]:
+    """Return a function that says which core runs it, or -1 where threads cannot choose one."""
+    library = ctypes.PyDLL(None) if hasattr(os, "sched_setaffinity") else None
+    known: Callable[[], int] | None = getattr(library, "sched_getcpu", None)
+    return known or (lambda: -1)
+
+
+_current_core = _current_core_function()
+
+
+def _leave_core(core: int) -> None:
+    """Let this thread, a helper, run on any core but the given one, if that is where it runs.
+
+    Threads of OpenBLAS spin for some 30 ms after a product. Where they keep all cores busy, Linux wakes a helper on the
+    core of the thread that called, and the two would take turns.
+    """
+    if 0 <= core == _current_core():
+        with suppress(OSError):
+            others = os.sched_getaffinity(os.getpid()) - {core}
+            if others:
+                os.sched_setaffinity(0, others)
+
+
 class _Call:
     """The work of one call: `items`, and the function that takes some of them."""
 
@@ -51,6 +75,8 @@ class _Call:
         self.work = work
         self.stopped = False
         self.error: BaseException | None = None
+        self.core = _current_core()
+        """Of the thread that calls."""
         self.num_helpers = 0
         self.turn: int | None = None
         """Lock of the helpers, from the first one in to the last one out; then of the caller, for good."""
@@ -169,6 +195,7 @@ class _Helpers:
                 return
             call.num_helpers += 1
         try:
+            _leave_core(call.core)
             _take_part(call)
         except BaseException as error:
             call.error = error

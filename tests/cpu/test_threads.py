@@ -324,6 +324,32 @@ def test_an_error_ends_the_other_threads() -> None:
     assert len(given) < 10_000
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot choose their core here")
+@pytest.mark.parametrize(
+    ("core_of_caller", "error", "moved_to"),
+    [(5, None, {4, 6}), (5, PermissionError, {4, 6}), (7, None, None), (-1, None, None)],
+    ids=["same core", "not permitted", "another core", "unknown"],
+)
+def test_a_helper_leaves_the_core_of_the_caller(
+    core_of_caller: int, error: type[OSError] | None, moved_to: set[int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller, moves = threading.get_ident(), []
+    meet = threading.Barrier(2, timeout=10)
+
+    def move(thread: int, cores: set[int]) -> None:
+        moves.append((thread, cores))
+        if error:
+            raise error
+
+    is_known = core_of_caller >= 0
+    core = lambda: core_of_caller if threading.get_ident() == caller else 5 if is_known else -1  # noqa: E731
+    monkeypatch.setattr(threads, "_current_core", core)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {4, 5, 6})
+    monkeypatch.setattr(os, "sched_setaffinity", move)
+    run_on_threads(2, range(2), lambda items: [meet.wait() for _ in items])  # type: ignore[arg-type,return-value]
+    assert moves == ([] if moved_to is None else [(0, moved_to)])
+
+
 def test_helpers_keep_nothing_alive() -> None:
     class Item:
         pass
