@@ -163,7 +163,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const LoadedQueries queries(params, tile, place);
     if (threadIdx.x < kBlockM && seen.begin < seen.end) {  // rows of no sequence may have no slope
         RowInfo& info = shared.rows[threadIdx.x];
-        info.visible = visible_keys(params, tile, row_at(params, tile, threadIdx.x).query);
+        info.visible = visible_keys(params, tile, find_row(params, tile, threadIdx.x).query);
         if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
     }
     Keys k;

@@ -41,7 +41,7 @@ namespace cuflash {
 
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
 constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
-constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn && kVarlen ? 64 : kWalksOn || kHeadDim > 192 ? 56 : 40;
+constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn || kHeadDim > 192 ? 56 : 40;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
@@ -182,8 +182,8 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     Output o = {};
     if (kQueryBuffers == 1)
         load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
-    look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     KeySource source(params, shared, place, group);
+    look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     source.wait_for_queries(number);
     if (num_tiles > 0) {
         const int begin = kPlaces > 1 ? uniform(place.keys_before) : 0, end = begin + num_tiles;
@@ -226,7 +226,7 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32) shared.places[0].find(params, 0, 0);
+    if (threadIdx.x < 32) shared.places[0].find(params, 0, 0, shared.of_pair);
     if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
     if (kProducers != 0 && threadIdx.x == kThreads - 64) shared.init();
     __syncthreads();

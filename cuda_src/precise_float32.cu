@@ -31,9 +31,8 @@ struct SharedTiles {
     PartialScores partial[kWarpsPerRow > 1 ? kNumWarps : 1];
     TileRow rows[kBlockM];
     LogitRow logits[kBlockM];
-    TileMap tile;
-    PreparedKeys prepared;
     TileKeys keys;
+    TileMap tile;
 };
 
 // What a block has on its way into shared memory.
@@ -43,12 +42,12 @@ struct Copies {
 
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
     __device__ __forceinline__ void load_k(long long n_begin) const {
-        const char* rows = kPrepared ? shared.prepared.k + n_begin * prepared_bytes(kHeadDim)
+        const char* rows = kPrepared ? prepared_from<kHeadDim>(params.prepared_k, shared.tile, n_begin)
                                      : shared.tile.k + n_begin * params.k_strides.row;
         shared.k.load(rows, params.k_strides, params.head_dim, shared.keys.any.end - n_begin);
     }
     __device__ __forceinline__ void load_v(long long n_begin) const {
-        const char* rows = kPrepared ? shared.prepared.v + n_begin * prepared_bytes(kHeadDimV)
+        const char* rows = kPrepared ? prepared_from<kHeadDimV>(params.prepared_v, shared.tile, n_begin)
                                      : shared.tile.v + n_begin * params.v_strides.row;
         shared.v.load(rows, params.v_strides, params.head_dim_v, shared.keys.any.end - n_begin);
     }
@@ -59,9 +58,7 @@ struct Copies {
 };
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) {
-        if constexpr (kPrepared) shared.prepared = prepared_keys(params, shared.tile);
-    }
+    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;

@@ -56,9 +56,8 @@ struct SharedTiles {
     KeyRows<kBlockN, kHeadDimV> v[kStages];
     TileRow rows[kBlockM];
     LogitRow logits[kBlockM];
-    TileMap tile;
-    PreparedKeys prepared;
     TileKeys keys;
+    TileMap tile;
     ScoreScale scale;
     unsigned int refused;  // see refused_kinds
     Pipe<kStages> loaded_keys, loaded_values;
@@ -66,11 +65,11 @@ struct SharedTiles {
 
 // Loads K and V, as buffers become free. Rows that no query of the tile sees become zeros: they may hold anything, and
 // 0 x NaN is NaN.
-__device__ __forceinline__ void load_all(SharedTiles& shared) {
+__device__ __forceinline__ void load_all(const AttentionParams& params, SharedTiles& shared) {
     const int thread = thread_index_again() - kConsumers * kGroupThreads;
     const long long begin = shared.keys.any.begin, num_keys = shared.keys.any.end - begin;
-    const char* k = shared.prepared.k + begin * prepared_bytes(kHeadDim);
-    const char* v = shared.prepared.v + begin * prepared_bytes(kHeadDimV);
+    const char* k = prepared_from<kHeadDim>(params.prepared_k, shared.tile, begin);
+    const char* v = prepared_from<kHeadDimV>(params.prepared_v, shared.tile, begin);
     int i = 0;
 #pragma unroll 1
     for (long long left = num_keys; left > 0; left -= kBlockN, ++i) {
@@ -232,8 +231,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys))
-        shared.prepared = prepared_keys(params, shared.tile);
+    if (threadIdx.x < 32) map_block(params, shared.tile, shared.keys);
     if (threadIdx.x == kThreads - 32) {
         shared.loaded_keys.init(kProducers / 32, kNumWarps);
         shared.loaded_values.init(kProducers / 32, kNumWarps);
@@ -243,7 +241,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     if (shared.tile.num_rows == 0) return;
     if (group_of_thread() == kConsumers) {
         registers_release<kLoaderRegisters>();
-        load_all(shared);
+        load_all(params, shared);
     } else {
         registers_take<kConsumerRegisters>();
         attend(params, shared);

@@ -7,6 +7,7 @@
 #define CUFLASH_DTYPE CUFLASH_FLOAT32  // the only one
 #endif
 
+#include "common/dense.cuh"
 #include "precise/prepared_rows.cuh"
 
 namespace cuflash {

@@ -1,4 +1,4 @@
-// Dense calls: the lengths of a tile of some batch, head and rows, and the addresses of its arrays.
+// Where a tile lies: the addresses of its arrays; and the lengths of dense calls.
 #pragma once
 
 #include "common/cache.cuh"
@@ -6,9 +6,9 @@
 namespace cuflash {
 
 // Where a batch of an array begins, counted along the axes up to `axis`.
-__device__ __forceinline__ const char* batch_address(const AttentionParams& params, const char* array,
-                                                     const Strides& strides, unsigned int batch,
-                                                     int axis = kBatchAxes - 1) {
+static __device__ CUFLASH_ONE_COPY const char* batch_address(const AttentionParams& params, const char* array,
+                                                             const Strides& strides, unsigned int batch,
+                                                             int axis = kBatchAxes - 1) {
 #pragma unroll 1
     for (; batch != 0; --axis) {
         const Divided index(batch, params.batch_shape[axis]);
@@ -18,11 +18,12 @@ __device__ __forceinline__ const char* batch_address(const AttentionParams& para
     return array;
 }
 
-// A tile of a dense call: its batch, its first head, and where its rows begin.
-struct DensePlace {
+// A tile's batch or sequence, its first head, its number among those of a head, and where its sequence begins.
+struct TilePlace {
     unsigned int batch;
     int head;
     unsigned int m_block;
+    long long first_query, first_key;
 };
 
 // An array as a lane finds its address for a tile: the arrays, their strides and their addresses follow each other in
@@ -30,7 +31,7 @@ struct DensePlace {
 struct LaneArray {
     const Strides& strides;
     const char* address;
-    long long head_stride, batch_stride;
+    long long head_stride, batch_stride, row_stride;
     int number;
 
     __device__ __forceinline__ LaneArray(const AttentionParams& params, int lane)
@@ -40,15 +41,18 @@ struct LaneArray {
           address((&params.q)[min(lane, kTileArrays - 1)]),
           head_stride(strides.head),
           batch_stride(strides.batch[kBatchAxes - 1]),
+          row_stride(strides.row),
           number(lane) {}
 
     // Called by all lanes of a warp while the block waits.
-    __device__ __forceinline__ void map(const AttentionParams& params, const DensePlace& place, unsigned int split,
+    __device__ __forceinline__ void map(const AttentionParams& params, const TilePlace& place, unsigned int split,
                                         TileMap& tile) {
         const bool is_of_keys = number == kTileArrayK || number == kTileArrayV;
         const int head_kv = static_cast<int>(Divided(place.head, params.group_size).quotient);
         address += (is_of_keys ? head_kv : place.head) * head_stride;
-        if (!kPaged || !is_of_keys) {
+        if constexpr (kVarlen) {
+            address += place.batch * batch_stride + (is_of_keys ? place.first_key : place.first_query) * row_stride;
+        } else if (!kPaged || !is_of_keys) {
             const Divided index(place.batch, params.batch_shape[kBatchAxes - 1]);
             address += index.rest * batch_stride;
             // right either way: no axis is left
@@ -61,20 +65,23 @@ struct LaneArray {
     }
 };
 
-__device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params, const DensePlace& place) {
+// Apart from the way of most calls: a block that begins waits for all instructions that lie there.
+static __device__ CUFLASH_ONE_COPY long long offset_of_batch(const AttentionParams& params, unsigned int batch) {
+    const char* address = batch_address(params, params.query_offset, params.query_offset_strides, batch);
+    // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
+    return min(max(load_integer(address, params.query_offset_size), -(1LL << 60)), 1LL << 60);
+}
+
+__device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params, const TilePlace& place) {
     long long query_offset = params.query_offset_value;
-    if (params.query_offset) {
-        const char* address = batch_address(params, params.query_offset, params.query_offset_strides, place.batch);
-        // Beyond 2^60 every key is on one side, and open windows (2^61) reach across.
-        query_offset = min(max(load_integer(address, params.query_offset_size), -(1LL << 60)), 1LL << 60);
-    }
+    if (params.query_offset) query_offset = offset_of_batch(params, place.batch);
     long long seqlen_k = params.seqlen_k;
     if constexpr (kHasLengths) {
         seqlen_k = min(cached_keys(params, place.batch) + params.seqlen_new, seqlen_k);
         if (params.offset_from_lengths) query_offset = seqlen_k - params.seqlen_q;
     }
     TileExtent extent = {params.seqlen_q, seqlen_k, query_offset, 0, seqlen_k};
-    extent.begin_at(params, static_cast<long long>(place.m_block) * kBlockM);
+    extent.begin_at(params, place.m_block);
     return extent;
 }
 

@@ -22,15 +22,4 @@ struct HeadValues {
     }
 };
 
-// Those of a packed sequence, which are counted along the first batch axis. Rows that belong to none have no sink.
-__device__ __forceinline__ HeadValues head_values(const AttentionParams& params, int first_head, long long sequence,
-                                                  bool is_sequence) {
-    return {
-        params.alibi_slopes + sequence * params.alibi_slopes_strides.batch[0] +
-            first_head * params.alibi_slopes_strides.head,
-        is_sequence ? params.sinks + sequence * params.sinks_strides.batch[0] + first_head * params.sinks_strides.head
-                    : nullptr,
-    };
-}
-
 }  // namespace cuflash

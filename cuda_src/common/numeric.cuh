@@ -89,22 +89,35 @@ __device__ __forceinline__ Accumulator load_float(const char* address, int dtype
     }
 }
 
-// Reads an integer of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
+template <typename T, int kCount>
+__device__ __forceinline__ void load_integers_as(const char* const (&addresses)[kCount], long long (&values)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = static_cast<long long>(load_bits<T>(addresses[i]));
+}
+
+// Reads integers of `size` bytes, negative size meaning signed; unsigned 64-bit values beyond the signed range
 // saturate.
-__device__ __forceinline__ long long load_integer(const char* address, int size) {
+template <int kCount>
+__device__ __forceinline__ void load_integers(const char* const (&addresses)[kCount], int size,
+                                              long long (&values)[kCount]) {
     switch (size) {
-        case -1: return load_bits<signed char>(address);
-        case 1: return load_bits<unsigned char>(address);
-        case -2: return load_bits<short>(address);
-        case 2: return load_bits<unsigned short>(address);
-        case -4: return load_bits<int>(address);
-        case 4: return load_bits<unsigned int>(address);
-        case -8: return load_bits<long long>(address);
-        default: {
-            const unsigned long long value = load_bits<unsigned long long>(address);
-            return value >> 63 ? 0x7fffffffffffffffLL : static_cast<long long>(value);
-        }
+        case -1: return load_integers_as<signed char>(addresses, values);
+        case 1: return load_integers_as<unsigned char>(addresses, values);
+        case -2: return load_integers_as<short>(addresses, values);
+        case 2: return load_integers_as<unsigned short>(addresses, values);
+        case -4: return load_integers_as<int>(addresses, values);
+        case 4: return load_integers_as<unsigned int>(addresses, values);
+        case -8: return load_integers_as<long long>(addresses, values);
+        default: load_integers_as<unsigned long long>(addresses, values);
+#pragma unroll
+            for (int i = 0; i < kCount; ++i)
+                if (values[i] < 0) values[i] = 0x7fffffffffffffffLL;
     }
+}
+__device__ __forceinline__ long long load_integer(const char* address, int size) {
+    long long values[1];
+    load_integers<1>({address}, size, values);
+    return values[0];
 }
 
 // Rounds once, to nearest even: a double passes through a float rounded to odd, from which every 16-bit rounding is

@@ -18,12 +18,12 @@ struct TileExtent {
     unsigned int first_head;  // of it, of the packed ones
     int num_rows;             // that the tile has; 0: the block has nothing to do
 
-    // Rows are counted over queries x packed heads.
-    __device__ __forceinline__ void begin_at(const AttentionParams& params, long long row) {
-        first_query = divide(row, params.packed_heads);
-        first_head = static_cast<unsigned int>(row - first_query * params.packed_heads);
-        const long long rows_left = seqlen_q * params.packed_heads - row;
-        num_rows = static_cast<int>(min(rows_left, static_cast<long long>(kBlockM)));
+    // Rows are counted over queries x packed heads, by 32 bits.
+    __device__ __forceinline__ void begin_at(const AttentionParams& params, unsigned int m_block) {
+        const unsigned int row = m_block * kBlockM;
+        const Divided first(row, params.packed_heads);
+        first_query = first.quotient, first_head = first.rest;
+        num_rows = static_cast<int>(min(seqlen_q * params.packed_heads - row, static_cast<long long>(kBlockM)));
     }
 };
 
@@ -41,9 +41,24 @@ struct Pages<true> {
     __device__ __forceinline__ const char* pages() const { return entries; }
 };
 
+// The number of a tile's first key among the rows that an earlier launch has made of all keys, for calls that have
+// them.
+template <bool kIsThere>
+struct PreparedRow {
+    __device__ __forceinline__ void set_first_prepared(long long) {}
+    __device__ __forceinline__ long long first_prepared() const { return 0; }
+};
+template <>
+struct PreparedRow<true> {
+    long long first;
+
+    __device__ __forceinline__ void set_first_prepared(long long row) { first = row; }
+    __device__ __forceinline__ long long first_prepared() const { return first; }
+};
+
 // The same with the arrays. Addresses point at the batch, the first head and the first token of the sequence; those of
 // arrays that the call has not are null, as their strides are 0.
-struct TileMap : TileExtent, Pages<kPaged> {
+struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared> {
     const char* q;
     const char* k;
     const char* v;
@@ -72,13 +87,15 @@ static __device__ CUFLASH_ONE_COPY Row row_at(const AttentionParams& params, con
     return find_row(params, tile, tile_row);
 }
 
-// Where the query of a tile row begins; null for rows behind the last one.
+// Where the query of a row begins; null for rows behind the last one.
+__device__ __forceinline__ const char* query_row(const AttentionParams& params, const TileMap& tile, const Row& row) {
+    return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
+}
 __device__ __forceinline__ const char* query_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
     const bool is_packed = CUFLASH_WARPGROUPS || params.packed_heads != 1;
-    const Row row =
-        // right either way: a division by 1, and a call where there are calls
-        is_packed ? row_at(params, tile, tile_row) : Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows};
-    return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
+    // right either way: a division by 1, and a call where there are calls
+    if (is_packed) return query_row(params, tile, row_at(params, tile, tile_row));
+    return query_row(params, tile, Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows});
 }
 
 }  // namespace cuflash

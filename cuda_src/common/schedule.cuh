@@ -1,14 +1,12 @@
 // Which tile a block works on, and which split of its keys.
 #pragma once
 
-#include "common/dense.cuh"
 #include "common/mask.cuh"
 #include "common/varlen.cuh"
-#include "ptx/shared.cuh"
 
 namespace cuflash {
 
-// A tile by the number of its head, counted over all batches, and its own number there.
+// A tile by the number of its head, counted over all batches or in its sequence, and its own number there.
 struct PlaneTile {
     unsigned int plane;
     unsigned int m_block;
@@ -34,10 +32,17 @@ __device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, u
     return {first_plane + place.rest, last - place.quotient};
 }
 
-__device__ __forceinline__ DensePlace dense_place(const AttentionParams& params, PlaneTile tile) {
-    const Divided batch(tile.plane, params.head_tiles);
-    return {batch.quotient, static_cast<int>(batch.rest * static_cast<unsigned int>(params.packed_heads)),
-            tile.m_block};
+// A tile of a packed sequence, given one of its segment and a head: all heads take turns, or so many of them.
+__device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, const Segment& segment,
+                                                unsigned int plane) {
+    const unsigned int num_tiles = segment.num_tiles, num_planes = static_cast<unsigned int>(params.head_tiles);
+    const unsigned int at_once = static_cast<unsigned int>(params.planes_at_once);
+    // right either way: another order
+    if (at_once >= num_planes) return {plane, num_tiles - 1 - segment.tile};
+    const unsigned int tile_idx = segment.tile * num_planes + plane;
+    const unsigned int first_plane = tile_idx / (num_tiles * at_once) * at_once;
+    const unsigned int planes = min(at_once, num_planes - first_plane), rest = tile_idx - first_plane * num_tiles;
+    return {first_plane + rest % planes, num_tiles - 1 - rest / planes};
 }
 
 // Leaves a tile one split of the keys that it sees: one more bound on what its rows see, so that kernels need no other
@@ -50,7 +55,8 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, unsign
     if (num_keys == 0) {
         const long long first = keys.any.begin / kBlockN;
         const long long num_tiles = (keys.any.end + kBlockN - 1) / kBlockN - first;
-        num_keys = divide(num_tiles + params.num_splits - 1, params.num_splits) * kBlockN;
+        const unsigned int enough = static_cast<unsigned int>(num_tiles + params.num_splits - 1);
+        num_keys = static_cast<long long>(Divided(enough, params.num_splits).quotient) * kBlockN;
         first_key = first * kBlockN;
     }
     tile.key_begin = first_key + split * num_keys;
@@ -59,25 +65,46 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, unsign
     keys.all.end = min(keys.all.end, tile.key_end);  // all may begin in front of the split, where nobody looks
 }
 
-// Fills `tile` for a split of a tile of a dense call. Called by all threads of a warp; true for the first of them,
-// which has `keys` too.
-__device__ __forceinline__ bool map_dense_tile(const AttentionParams& params, PlaneTile plane_tile, unsigned int split,
-                                               TileMap& tile, TileKeys& keys) {
-    const int lane = thread_index_again() % 32;
-    LaneArray array(params, lane);
-    const DensePlace place = dense_place(params, plane_tile);
-    // All lanes find what one of them needs: it then does not wait for their addresses.
-    TileExtent extent = dense_extent(params, place);
+// Fills `tile` for a split of a tile. Called by all lanes of a warp, which have found what one of them needs: it then
+// does not wait for their addresses. True for the first one, which has `keys` too.
+__device__ __forceinline__ bool fill_tile(const AttentionParams& params, LaneArray& array, const TilePlace& place,
+                                          TileExtent extent, bool is_sequence, unsigned int split, TileMap& tile,
+                                          TileKeys& keys) {
     TileKeys keys_of_tile = tile_keys(params, extent);
     // right either way: one split is all keys
     if (params.num_splits > 1) take_split(params, split, extent, keys_of_tile);
     array.map(params, place, split, tile);
     __syncwarp();
-    if (lane != 0) return false;
+    if (array.number != 0) return false;
     static_cast<TileExtent&>(tile) = extent;
     keys = keys_of_tile;
-    if (split != 0) tile.per_head.leave_out_sink();  // one more logit per row, not per split
+    // One more logit per row, not per split; rows that belong to no sequence have none.
+    if (split != 0 || !is_sequence) tile.per_head.leave_out_sink();
+    if constexpr (kPrepared) {
+        const unsigned int heads_before =
+            kVarlen ? 0 : place.batch * static_cast<unsigned int>(params.head_tiles * params.packed_heads);
+        const Divided head_kv(heads_before + place.head, params.group_size);
+        tile.set_first_prepared(head_kv.quotient * params.seqlen_k + (kVarlen ? place.first_key : 0));
+    }
     return true;
+}
+
+// Fills `tile` for a split of a tile of a dense call, as `fill_tile` does.
+__device__ __forceinline__ bool map_dense_tile(const AttentionParams& params, PlaneTile at, unsigned int split,
+                                               TileMap& tile, TileKeys& keys) {
+    LaneArray array(params, thread_index_again() % 32);
+    const Divided batch(at.plane, params.head_tiles);
+    const TilePlace place = {batch.quotient,
+                             static_cast<int>(batch.rest * static_cast<unsigned int>(params.packed_heads)), at.m_block};
+    return fill_tile(params, array, place, dense_extent(params, place), true, split, tile, keys);
+}
+
+// The same for one of a packed sequence.
+__device__ __forceinline__ bool map_packed_tile(const AttentionParams& params, const Segment& segment, PlaneTile at,
+                                                unsigned int split, TileMap& tile, TileKeys& keys) {
+    LaneArray array(params, thread_index_again() % 32);
+    const PackedTile packed(params, segment, at.plane, at.m_block);
+    return fill_tile(params, array, packed.place, packed.extent, packed.is_sequence, split, tile, keys);
 }
 
 // The block's tile and, of those that have the same one, its split.
@@ -95,18 +122,10 @@ __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap
     if constexpr (kVarlen) {
         if (threadIdx.x == 0) tile.num_rows = 0;
         __syncwarp();
-        TileMap mapped;
-        if (!map_packed_tile(params, block.quotient, mapped)) return false;
-        TileKeys keys_of_tile = tile_keys(params, mapped);
-        if (params.num_splits > 1) {  // right either way: one split is all keys
-            take_split(params, block.rest, mapped, keys_of_tile);
-            mapped.out += block.rest * params.out_split_stride;
-            mapped.lse += block.rest * params.lse_split_stride;
-            if (block.rest != 0) mapped.per_head.leave_out_sink();  // one more logit per row, not per split
-        }
-        keys = keys_of_tile;
-        tile = mapped;
-        return true;
+        const Divided number(block.quotient, params.head_tiles);
+        Segment segment;
+        if (!find_segment(params, number.quotient, segment)) return false;
+        return map_packed_tile(params, segment, plane_tile(params, segment, number.rest), block.rest, tile, keys);
     } else {
         return map_dense_tile(params, plane_tile(params, block.quotient), block.rest, tile, keys);
     }

@@ -17,7 +17,8 @@ struct LoadedQueries {
     __device__ __forceinline__ LoadedQueries(const AttentionParams& params, const TileMap& tile, const Place& place) {
         const char* addresses[kRows];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) addresses[r] = query_row(params, tile, place.tile_row(r));
+        for (int r = 0; r < kRows; ++r)
+            addresses[r] = query_row(params, tile, find_row(params, tile, place.tile_row(r)));
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const int feature = (threadIdx.x / 32 + i * kWarps) * 32 + place.quarter * 8;

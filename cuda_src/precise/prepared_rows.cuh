@@ -5,7 +5,7 @@
 // keys of a head of a batch follow one another, and all heads of all batches, with padding as shared memory has it.
 #pragma once
 
-#include "common/schedule.cuh"
+#include "common/rows.cuh"
 #include "precise/pair_rows.cuh"
 
 namespace cuflash {
@@ -56,32 +56,10 @@ struct KeyRows : PairRows<kNumRows, kWidth> {};
 template <int kNumRows, int kWidth>
 struct KeyRows<kNumRows, kWidth, true> : PreparedRows<kNumRows, kWidth> {};
 
-// Where the prepared rows of a tile's keys and values begin.
-struct PreparedKeys {
-    const char* k;
-    const char* v;
-};
-
-// Tokens in front of a packed sequence, as an array with strides tells: all are the same where it has none.
-__device__ __forceinline__ long long tokens_before(const char* sequence, const char* array, const Strides& strides,
-                                                   long long head) {
-    return (sequence - array - head * strides.head) / strides.row;
-}
-
-__device__ __forceinline__ PreparedKeys prepared_keys(const AttentionParams& params, const TileMap& tile) {
-    const unsigned int tile_idx = tile_of_block(params).quotient;
-    long long row;
-    if constexpr (kVarlen) {
-        const long long head = divide(tile_idx % params.head_tiles * params.packed_heads, params.group_size);
-        row = head * params.seqlen_k;
-        if (params.k_strides.row != 0) row += tokens_before(tile.k, params.k, params.k_strides, head);
-        else if (params.v_strides.row != 0) row += tokens_before(tile.v, params.v, params.v_strides, head);
-    } else {
-        const DensePlace place = dense_place(params, plane_tile(params, tile_idx));
-        const long long num_heads = params.head_tiles * params.packed_heads;
-        row = divide(place.batch * num_heads + place.head, params.group_size) * params.seqlen_k;
-    }
-    return {params.prepared_k + row * prepared_bytes(kHeadDim), params.prepared_v + row * prepared_bytes(kHeadDimV)};
+// Where prepared rows, of keys or of values, begin from one of the tile's keys on.
+template <int kWidth>
+__device__ __forceinline__ const char* prepared_from(const char* rows, const TileMap& tile, long long key) {
+    return rows + (tile.first_prepared() + key) * prepared_bytes(kWidth);
 }
 
 }  // namespace cuflash

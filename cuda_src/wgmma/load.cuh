@@ -23,6 +23,7 @@ struct SharedTiles {
     RowMaxima maxima;
     Exchange exchange;
     Place places[kPlaces];
+    Segment of_pair;  // that the places' tiles are of
     LogitUnit unit;
     Pipe<kPlaces> placed;
     Pipe<kQueryBuffers> loaded_queries;
@@ -42,19 +43,16 @@ struct SharedTiles {
 // Loads the queries of a warpgroup's rows, by 128 threads.
 __device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, QueryRows& target,
                                              int group, int thread) {
-    const int lane_row = thread / 8, piece = thread % 8, first_row = 64 * group + lane_row;
-    const char* source = query_row(params, tile, first_row);
-    const int num_rows = tile.num_rows - first_row;
+    const PanelCopy<kHeadDim> copy(params.q_strides.row, params.head_dim, thread);
+    const int first_row = 64 * group, num_rows = tile.num_rows - first_row;
+    if (params.packed_heads == 1) {  // right either way: a division by 1 for each row
+        copy.load<false>(target, copy.own_part(tile.q + (tile.first_query + first_row) * copy.stride), num_rows);
+        return;
+    }
 #pragma unroll 1
-    for (int i = 0; i < 64; i += 16) {
-        const SharedAddress first = shared_address(&target.rows[0][lane_row + i][0]) + (piece ^ lane_row % 8) * 16;
-        // right either way: a division by 1
-        if (params.packed_heads != 1) source = query_row(params, tile, first_row + i);
-#pragma unroll
-        for (int panel = 0; panel < target.kCount; ++panel)
-            cp_async_16(first + panel * target.kPanelBytes, source + panel * 128 + piece * 16,
-                        i < num_rows && panel * 64 + piece * 8 < params.head_dim);
-        source += 16 * params.q_strides.row;
+    for (int i = 0; i < 64; i += copy.kStep) {
+        const char* source = query_row(params, tile, first_row + i + copy.row) + copy.piece * 16;
+        copy.load_step(target, source, i, i + copy.row < num_rows);
     }
 }
 
@@ -125,7 +123,7 @@ __device__ __forceinline__ void load_all_keys(const AttentionParams& params, Sha
         shared.placed.release_read(number);
         if (thread_of_loader() < 32) {
             shared.placed.wait_until_free(number + 1);
-            shared.places[(number + 1) % kPlaces].find(params, half, keys_before);
+            shared.places[(number + 1) % kPlaces].find(params, half, keys_before, shared.of_pair);
             shared.placed.arrive(number + 1);
         }
         shared.placed.wait_until_ready(number + 1);

@@ -38,17 +38,21 @@ struct PanelCopy {
     }
     // Where the thread's part of the rows from here on begins.
     __device__ __forceinline__ const char* own_part(const char* rows) const { return rows + row * stride + piece * 16; }
+    // The thread's part of 16 rows, or zeros, to those from `place` on.
+    template <int kNumRows>
+    __device__ __forceinline__ void load_step(Panels<kNumRows, kWidth>& target, const char* source, int place,
+                                              bool are_there) const {
+        const SharedAddress first = shared_address(target.rows) + offset + place * target.kRowBytes;
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel)
+            cp_async_bytes(first + panel * target.kPanelBytes, source + panel * 128, are_there ? num_bytes[panel] : 0);
+    }
     // Rows from `num_rows` on become zeros; kWhole: there are none. With kReversed the last 16 come first.
     template <bool kWhole, bool kReversed = false, int kNumRows>
     __device__ __forceinline__ void load(Panels<kNumRows, kWidth>& target, const char* source, int num_rows) const {
-        const SharedAddress first = shared_address(target.rows) + offset;
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
-            const int place = kReversed ? kNumRows - kStep - i : i;
-#pragma unroll
-            for (int panel = 0; panel < kPanels; ++panel)
-                cp_async_bytes(first + panel * target.kPanelBytes + place * target.kRowBytes, source + panel * 128,
-                               kWhole || row + i < num_rows ? num_bytes[panel] : 0);
+            load_step(target, source, kReversed ? kNumRows - kStep - i : i, kWhole || row + i < num_rows);
             source = unknown(source + kStep * stride);  // else all of a tile's would be kept, and spilled
         }
     }

@@ -260,7 +260,7 @@ def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
             continue
         if name in HEAD_ARRAYS:
             sequence, head = given
-            steps: tuple[int, ...] = sequence, 0, 0, 0, head
+            steps: tuple[int, ...] = 0, 0, 0, sequence, head
         else:
             row, head, *column = given
             steps = 0, 0, 0, 0, head, row, *column

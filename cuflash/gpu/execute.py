@@ -13,7 +13,7 @@ from typing import Any
 
 from ..plan.axes import Axes
 from ..plan.plan import make_plan
-from ..problem.arrays import ArrayInfo, cupy_ndarray, overlaps_itself
+from ..problem.arrays import ArrayInfo, as_cupy, cupy_ndarray, overlaps_itself
 from ..problem.kind import Kind
 from ..problem.problem import ARRAYS, Problem
 from ..settings import Settings, settings
@@ -25,7 +25,7 @@ CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
 _calls: dict[Any, CallsOfKind] = {}
 
-_K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("k", "v", "out", "lse", "k_new"))
+_Q, _K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("q", "k", "v", "out", "lse", "k_new"))
 _NO_POINTERS = (0,) * (len(ARRAYS) - 3)
 _QKV = (0, 1, 2)
 _OF_CACHES = "attention_with_kv_cache"
@@ -95,7 +95,7 @@ def find_on_gpu(
     if v is None:
         v = k  # the options say that there are no values, and nobody reads what stands for them
     if gpu_type is not _gpu_type() or type(k) is not gpu_type or type(v) is not gpu_type:
-        return None, None, []
+        return _find_imported(q, k, v, others, options)
     q_data, k_data, v_data = q.data, k.data, v.data
     pointers = [q_data.ptr, k_data.ptr, v_data.ptr, *_NO_POINTERS]
     alignment = (pointers[0] & 15) << 8 | (pointers[1] & 15) << 4 | pointers[2] & 15
@@ -109,7 +109,7 @@ def find_on_gpu(
             if array is None:
                 continue
             if type(array) is not gpu_type:
-                return None, None, []
+                return _find_imported(q, k, v, others, options)
             data = array.data
             pointers[place] = pointer = data.ptr
             alignment = alignment << 4 | pointer & 15
@@ -126,6 +126,28 @@ def find_on_gpu(
     if launch is None:
         launch = _launch_of_known_kind(key, pointers)
     return key, launch, pointers
+
+
+class _Addresses(list[int]):
+    """Those of a call's arrays, and what they are the addresses of."""
+
+    arrays: list[Any]
+
+
+def _find_imported(
+    q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
+) -> tuple[Any, Launch | None, list[int]]:
+    """Look up a call with arrays of other libraries, as that with CuPy's over the same memory."""
+    given = (q, k, v, *(others or ()))
+    appends = len(given) > _K_NEW and given[_K_NEW] is not None
+    written = (_K, _V, _OUT, _LSE) if appends else (_OUT, _LSE)
+    arrays = [None if x is None else as_cupy(x, place in written) for place, x in enumerate(given)]
+    if any(x is not None and array is None for x, array in zip(given, arrays, strict=True)):
+        return None, None, []
+    key, launch, pointers = find_on_gpu(arrays[_Q], arrays[_K], arrays[_V], tuple(arrays[3:]) or None, options)
+    addresses = _Addresses(pointers)
+    addresses.arrays = arrays
+    return key, launch, addresses
 
 
 def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:

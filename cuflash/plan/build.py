@@ -60,7 +60,6 @@ class Build:
                 MAX_SPLITS if tile in splittable else 1,
                 self.spec.prepared_row(traits),
                 self.spec.readers(tile),
-                traits.op == "attention_varlen",
             )
             for tile in self.tiles
         ]

@@ -80,8 +80,6 @@ class Pace(NamedTuple):
     """For each key of each key head, read once."""
     next_tile: float
     """Of a tile that a block goes on with, beside its keys."""
-    uneven: bool = False
-    """Whether such blocks take tiles as they come, and not in pairs that are alike."""
 
 
 def pace_of(
@@ -92,7 +90,6 @@ def pace_of(
     most_splits: int = MAX_SPLITS,
     prepared_row: tuple[int, int] = (0, 0),
     readers: float = 0,
-    uneven: bool = False,
 ) -> Pace:
     """Work out the times of a tile of which a multiprocessor holds `max_blocks`.
 
@@ -112,7 +109,7 @@ def pace_of(
     times = tuple(factor * sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile, uneven)
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -291,12 +288,10 @@ def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
 
 
 def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:
-    """Time of as many blocks as the device holds, all of which have equally much to do, or nearly."""
+    """Time of as many blocks as the device holds, all of which have equally much to do."""
     rounds = -(-walk.num_pairs // (len(pace.times) * multiprocessors))
     tiles = 2 * (pace.next_tile + walk.num_steps * walk.average * pace.times[-1])
-    # Where tiles differ, what comes to one block and to another differs by some half of the longest.
-    longer = (1 - walk.average) * walk.num_steps * pace.times[-1] if pace.uneven else 0.0
-    return pace.block - pace.next_tile + rounds * tiles + longer
+    return pace.block - pace.next_tile + rounds * tiles
 
 
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:

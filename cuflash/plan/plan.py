@@ -23,6 +23,8 @@ MAX_GRID = 2**31 - 1
 """Blocks of one launch."""
 MAX_BLOCKS = 2**32 - 1
 """Of all launches of a call: kernels count tiles and splits by 32 bits."""
+MAX_ROWS = 2**31 - 1
+"""Queries of a head, or of a group that shares tiles: kernels count them by 32 bits."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 
@@ -59,7 +61,7 @@ class Plan(NamedTuple):
     """Bytes of scratch memory in global memory."""
     num_batches: int
     num_pairs: int
-    """Of tiles that blocks go through, of packed sequences single ones; 0: each block has one tile."""
+    """Of tiles that blocks go through, of packed sequences at most; 0: each block has one tile."""
     num_m_blocks: int
     group_size: int
     packed_heads: int
@@ -129,14 +131,15 @@ def make_plan(
     num_planes = problem.num_heads_q // packed_heads * num_batches
     num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
     if tile.walks_on:
-        is_varlen = problem.traits.op == "attention_varlen"
-        num_pairs = num_m_blocks * (num_planes if is_varlen else -(-num_planes // 2))
+        num_pairs = num_m_blocks * -(-num_planes // 2)
         num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
     if num_m_blocks * num_planes * num_splits > MAX_BLOCKS:
         raise ValueError(
             f"q has {num_m_blocks * num_planes} tiles of {tile.block_m} rows, times {num_splits} splits: expected at "
             f"most {MAX_BLOCKS} on a GPU"
         )
+    if problem.seqlen_q * packed_heads > MAX_ROWS:
+        raise ValueError(f"q has {problem.seqlen_q} queries, expected at most {MAX_ROWS // packed_heads} on a GPU")
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
@@ -221,14 +224,14 @@ def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
 def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: Tile, packed_heads: int) -> int:
     """Where later rows see more keys: all heads, or as many as have keys and values that stay in cache together.
 
-    The latter for tiles that read keys faster than memory gives them.
+    The latter for tiles that read keys faster than memory gives them. Of packed sequences that is all there is.
     """
     traits = problem.traits
-    if problem.window_right is None or traits.op == "attention_varlen":
+    if problem.window_right is None and traits.op != "attention_varlen":
         return 0
     if tile.block_m > spec.starved_rows:
         return max(lengths.num_planes, 1)
-    num_bytes = problem.seqlen_k * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
+    num_bytes = lengths.all_keys * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
     return max(1, CACHED_BYTES // max(num_bytes, 1)) * (lengths.group_size // packed_heads)
 
 

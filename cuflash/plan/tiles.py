@@ -92,9 +92,9 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def tile_map_bytes(traits: Traits) -> int:
+def tile_map_bytes(traits: Traits, tile: Tile) -> int:
     """sizeof(TileMap) of rows.cuh."""
-    return (16 + traits.page_table) * 8
+    return (16 + traits.page_table + tile.prepared) * 8
 
 
 TILE_KEYS_BYTES = 4 * 8

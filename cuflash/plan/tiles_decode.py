@@ -29,7 +29,7 @@ def decode_shared_memory(traits: Traits, tile: Tile) -> int:
     team = tile.num_threads // (32 * pair)
     shares = team * 16 * (4 * (bucket_v + 8) + 8)
     pairs = 128 * tile.block_n * pair * (team if pair > 1 else 1)
-    beside = 32 * decode_bucket(traits.head_dim) + 16 * 48 + tile_map_bytes(traits) + TILE_KEYS_BYTES
+    beside = 32 * decode_bucket(traits.head_dim) + 16 * 48 + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES
     return round_up(shares + pairs + beside, 16)
 
 

@@ -67,12 +67,12 @@ def float32_shared_memory(traits: Traits, tile: Tile) -> int:
     bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
     size = _rows(tile.block_m, bucket)
     if tile.prepared:
-        size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16) + 16
+        size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16)
     else:
-        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v) + 16
+        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
-    return round_up(size + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
+    return round_up(size + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
 
 
 def _prepared(*tiles: Tile) -> tuple[Tile, ...]:

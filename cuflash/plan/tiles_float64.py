@@ -19,7 +19,7 @@ def float64_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float64.cu."""
     bucket, bucket_v = float64_bucket(traits.head_dim), float64_bucket(traits.head_dim_v)
     numbers = tile.block_m * bucket + tile.block_n * (bucket + bucket_v + 4)
-    return round_up(8 * numbers + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
+    return round_up(8 * numbers + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
 
 
 _TILES = (

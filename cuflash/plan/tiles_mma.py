@@ -32,7 +32,7 @@ def mma_shared_memory(traits: Traits, tile: Tile) -> int:
     rows, _, _ = _mma_registers(traits, tile)
     maxima = rows * 4 * (tile.num_threads // 32)
     exchange = tile.num_threads * 4 if shared else 128
-    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + tile_map_bytes(traits) + 24 + 52, 16)
+    return round_up(2 * elements + tile.block_m * 48 + maxima + exchange + tile_map_bytes(traits, tile) + 24 + 52, 16)
 
 
 # Registers and shared memory are the limit: an instruction that multiplies 16 keys is worth 6 clocks of a tensor core,

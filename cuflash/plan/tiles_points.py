@@ -21,7 +21,8 @@ def _itemsize(traits: Traits) -> int:
 def points_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_points.cu."""
     features = points_bucket(traits.head_dim) + points_bucket(traits.head_dim_v)
-    return round_up(features * (tile.block_n * _itemsize(traits) + 16) + tile_map_bytes(traits) + TILE_KEYS_BYTES, 16)
+    size = features * (tile.block_n * _itemsize(traits) + 16)
+    return round_up(size + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
 
 
 # Instructions are the limit, and what is read from shared memory comes close to it: of a key all lanes of a warp read

@@ -26,7 +26,7 @@ def precise_wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     panels, panels_v = (round_up(width, 64) // 64 * 128 for width in (bucket, bucket_v))
     size = round_up(tile.block_m * (2 * panels + 4), 1024)
     size += tile.stages * sum(round_up(tile.block_n * (parts * width + 16), 1024) for width in (panels, panels_v))
-    size += tile.block_m * (24 + 32) + 16 + tile_map_bytes(traits) + TILE_KEYS_BYTES + 16 + 4 * 8 * tile.stages
+    size += tile.block_m * (24 + 32) + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES + 16 + 4 * 8 * tile.stages
     return round_up(size, 1024)
 
 

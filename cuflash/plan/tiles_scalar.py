@@ -31,7 +31,7 @@ def scalar_shared_memory(traits: Traits, tile: Tile) -> int:
     q = tile.block_m * (bucket + pad)
     slices = 2 * tile.block_n * (max(_scalar_slice(bucket), _scalar_slice(bucket_v)) + pad)
     weights = (tile.block_m if bucket_v else 1) * (tile.block_n + pad)
-    return round_up((q + slices + weights) * itemsize + tile_map_bytes(traits) + TILE_KEYS_BYTES, 8)
+    return round_up((q + slices + weights) * itemsize + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 8)
 
 
 # Threads hold block_m * 16 / num_threads rows each: 8 rows give the best ratio of arithmetic to shared-memory loads,

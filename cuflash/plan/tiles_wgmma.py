@@ -45,8 +45,8 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     maxima, exchange = 4 * tile.block_m, 128
     barriers = 8 * (2 * places + 2 * query_buffers + 4 * tile.stages + tile.block_m // 64)
-    place = tile_map_bytes(traits) + 32
-    beside = tile.block_m * 48 + maxima + exchange + places * place + 52 + barriers
+    place = tile_map_bytes(traits, tile) + 32
+    beside = tile.block_m * 48 + maxima + exchange + places * place + 20 + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 
 
@@ -99,14 +99,13 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         if tile.block_m == 192 and (bucket > 64 or traits.alibi_slopes):
             return False
         widest = max(bucket, bucket_v)
-        if tile.walks_on and (bucket_v == 192 or (is_varlen and widest > 128)):
+        if tile.walks_on and bucket_v == 192:
             return False
         if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
             return False
         most = 128 if tile.block_m == 192 else 184
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
-    is_varlen = traits.op == "attention_varlen"
     kinds: dict[tuple[int, bool], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
         kinds.setdefault((tile.num_threads, tile.walks_on), tile)

@@ -27,7 +27,7 @@ def wide_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_wide.cu."""
     weights = tile.block_n if traits.has_values else _WARP_KEYS
     numbers = tile.block_m * (wide_bucket(traits.head_dim) + weights + _WARPS)
-    return round_up(8 * numbers + _WARPS * _PIECES_BYTES + tile_map_bytes(traits) + TILE_KEYS_BYTES, 128)
+    return round_up(8 * numbers + _WARPS * _PIECES_BYTES + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 128)
 
 
 def wide_tiles(traits: Traits, device: Device) -> list[Tile]:

@@ -21,7 +21,7 @@ def wmma_shared_memory(traits: Traits, tile: Tile) -> int:
     v = tile.block_n * (bucket_v + 8) * itemsize
     scores = tile.block_m * (tile.block_n + 8) * 4
     factors = tile.block_m * 4
-    return round_up(q_and_k + v + scores + factors + tile_map_bytes(traits) + TILE_KEYS_BYTES + 24, 32)
+    return round_up(q_and_k + v + scores + factors + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES + 24, 32)
 
 
 def wmma_limits(traits: Traits, device: Device) -> str | None:

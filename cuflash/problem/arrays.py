@@ -21,6 +21,9 @@ from ..cupy_cache import import_cupy
 HOST = -1
 """`ArrayInfo.device` of NumPy arrays; GPU arrays hold their CUDA device number."""
 
+GPU_DEVICES = (2, 13)
+"""DLPack's kDLCUDA and kDLCUDAManaged."""
+
 DTYPE_NAMES = {
     np.dtype(np.float16): "float16",
     np.dtype(ml_dtypes.bfloat16): "bfloat16",
@@ -147,7 +150,7 @@ def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
             device_type = int(x.__dlpack_device__()[0])
         except Exception:  # raised for devices that DLPack has no number for
             device_type = 0
-        if device_type in (2, 13):  # kDLCUDA, kDLCUDAManaged
+        if device_type in GPU_DEVICES:
             return _import_gpu_array(name, x, kind)
         _refuse(name, f"a {kind} that is not on a CUDA device", _host_hint(x))
     if hasattr(x, "__cuda_array_interface__"):
@@ -189,15 +192,38 @@ def _import_gpu_array(name: str, x: Any, kind: str) -> ArrayInfo:
         command = "pip install 'cuflash[cuda13]', or [cuda12] for drivers before 580"
         raise TypeError(f"{name} is a {kind} on a GPU, which needs CuPy: {command}") from error
     try:
-        interface = x.__cuda_array_interface__
-    except Exception:  # raised for dtypes the interface cannot say (bfloat16), and for tensors that track gradients
-        interface = None
-    try:
-        # DLPack first: it names bfloat16, and it orders the two libraries' streams.
-        array = cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
+        array = _as_cupy(cupy, x)
     except Exception as error:
         raise TypeError(f"{name} is a {kind} that could not be taken as a GPU array: {error}") from error
-    return _inspect_cupy(array, writeable=interface is None or not interface["data"][1])
+    return _inspect_cupy(array, writeable=not _is_read_only(x))
+
+
+def _as_cupy(cupy: Any, x: Any) -> Any:
+    # DLPack first: it names bfloat16, and it orders the two libraries' streams.
+    return cupy.from_dlpack(x) if hasattr(x, "__dlpack__") else cupy.asarray(x)
+
+
+def _is_read_only(x: Any) -> bool:
+    try:
+        return bool(x.__cuda_array_interface__["data"][1])
+    except Exception:  # raised for dtypes the interface cannot say (bfloat16), and for tensors that track gradients
+        return False
+
+
+def as_cupy(x: Any, is_written: bool) -> Any:
+    """Return a GPU array as CuPy's, over the same memory; None for all else, which `inspect` has words for."""
+    cupy = sys.modules.get("cupy")
+    gpu_type = cupy_ndarray()
+    if cupy is None or gpu_type is None or type(x) is gpu_type:
+        return None if gpu_type is None else x
+    if isinstance(x, (np.ndarray, gpu_type)):
+        return None
+    try:
+        if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) not in GPU_DEVICES:
+            return None
+        return None if is_written and _is_read_only(x) else _as_cupy(cupy, x)
+    except Exception:  # whatever another library raises
+        return None
 
 
 def stand_in(name: str, x: Any, device: int) -> ArrayInfo:

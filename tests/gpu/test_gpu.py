@@ -246,6 +246,33 @@ def test_torch_arrays(dtype: str) -> None:
         cuflash.attention(q.clone().requires_grad_(), q, q)
 
 
+def test_repeated_calls_with_torch_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are looked up as CuPy's are, and with those; what cannot be taken gets its error all the same."""
+    torch = pytest.importorskip("torch")
+    q, k, v = torch.randn(3, 2, 3, 70, 64, device="cuda", dtype=torch.bfloat16)
+    slopes, into = torch.rand(3, device="cuda"), torch.empty_like(q)
+    expected = cuflash.attention(*map(cupy.from_dlpack, (q, k, v)), alibi_slopes=cupy.from_dlpack(slopes)).view("i2")
+    into_cupy = cuflash.attention(q, k, v, alibi_slopes=slopes, out=cupy.from_dlpack(into))
+    assert (into_cupy.view("i2") == expected).all()
+
+    def unexpected(*_: object, **__: object) -> None:
+        raise AssertionError("checked anew")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cuflash.dense, "describe_attention", unexpected)
+        for mixed in ((q, k, v), (cupy.from_dlpack(q), k, cupy.from_dlpack(v)), (q.clone(), k.clone(), v.clone())):
+            assert (cuflash.attention(*mixed, alibi_slopes=slopes).view("i2") == expected).all()
+        into.zero_()
+        assert cuflash.attention(q, k, v, alibi_slopes=slopes, out=into) is into
+        assert (cupy.from_dlpack(into).view("i2") == expected).all()
+    with pytest.raises(TypeError, match=r"v is a torch\.Tensor that is not on a CUDA device"):
+        cuflash.attention(q, k, v.cpu(), alibi_slopes=slopes)
+    with pytest.raises(TypeError, match="alibi_slopes is a NumPy array"):
+        cuflash.attention(q, k, v, alibi_slopes=slopes.cpu().numpy())
+    with pytest.raises(ValueError, match="out"):
+        cuflash.attention(q, k, v, alibi_slopes=slopes, out=q)
+
+
 def test_numba_arrays() -> None:
     numba_cuda = pytest.importorskip("numba.cuda")
     x = np.random.default_rng(0).standard_normal((2, 40, 32)).astype(np.float32)

@@ -125,8 +125,6 @@ def test_blocks_walk_on_where_there_are_many_tiles() -> None:
     many, one = Walk(4 * 264, 8, 1.0, 512, 2 * 264), Walk(264, 8, 1.0, 512, 132)
     assert time_of(pace, many, 132, 1) == 2 - 0.5 + 4 * (0.5 + 8 * 1.5) < time_of(PACE, many, 132, 1)
     assert time_of(pace, one, 132, 1) > time_of(PACE, one, 132, 1)
-    uneven, later = pace._replace(uneven=True), many._replace(average=0.5)
-    assert time_of(uneven, later, 132, 1) == time_of(pace, later, 132, 1) + 4 * 1.5
 
 
 def test_blocks_of_different_lengths_drift_apart() -> None:

@@ -296,6 +296,20 @@ def test_heads_that_kernels_cannot_count() -> None:
             explain(*call, *more_arguments, device=90)
 
 
+@pytest.mark.usefixtures("no_compiler")
+def test_queries_that_kernels_cannot_count() -> None:
+    """In one head, or in a group whose heads share tiles."""
+    key, packed_key, boundaries = StandIn((1, 9, 1)), StandIn((9, 1, 1)), StandIn((2,), np.int32)
+    for num_queries, is_right in ((2**31 - 1, True), (2**31, False)):
+        q, tokens = StandIn((1, num_queries, 1)), StandIn((num_queries, 1, 1))
+        for call in ((attention, q, key, key), (attention_varlen, tokens, packed_key, packed_key, boundaries)):
+            if is_right:
+                assert explain(*call, device=90).num_blocks > 0
+                continue
+            with pytest.raises(ValueError, match=r"^q has 2147483648 queries, expected at most 2147483647 on a GPU$"):
+                explain(*call, device=90)
+
+
 @pytest.mark.usefixtures("no_gpu")
 def test_numpy_counts_any_number_of_heads() -> None:
     more = StandIn((2**31, 1, 1))

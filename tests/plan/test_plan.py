@@ -228,10 +228,10 @@ bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
 sinks alibi_slopes, forward_wgmma, 128x128x2w/384, grid 132, 110592 B, batch 0:4, D 64/64, align 16, x1
 out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1, out=float32
-varlen, forward_wgmma, 64x64x2/128, grid 2208, 46080 B, D 64/64, align 16, x4, varlen
-varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, varlen
-varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, varlen
-varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, varlen
+varlen, forward_wgmma, 64x64x2/128, grid 2208, 46080 B, D 64/64, align 16, x4, 64 at once, varlen
+varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, 8192 at once, varlen
+varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, 12 at once, varlen
+varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, 1 at once, varlen
 """
 
 
