@@ -45,7 +45,8 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
                                              int group, int thread) {
     const PanelCopy<kHeadDim> copy(params.q_strides.row, params.head_dim, thread);
     const int first_row = 64 * group, num_rows = tile.num_rows - first_row;
-    if (params.packed_heads == 1) {  // right either way: a division by 1 for each row
+    // right either way: a division by 1 for each row; wide ones have no registers for two ways
+    if (kHeadDim <= 128 && params.packed_heads == 1) {
         copy.load<false>(target, copy.own_part(tile.q + (tile.first_query + first_row) * copy.stride), num_rows);
         return;
     }

@@ -28,6 +28,7 @@ _calls: dict[Any, CallsOfKind] = {}
 _Q, _K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("q", "k", "v", "out", "lse", "k_new"))
 _NO_POINTERS = (0,) * (len(ARRAYS) - 3)
 _QKV = (0, 1, 2)
+_WITHOUT_VALUES = "attention_lse"
 _OF_CACHES = "attention_with_kv_cache"
 """Whose options end with the number of keys, where no array shows it."""
 
@@ -92,8 +93,8 @@ def find_on_gpu(
 ) -> tuple[Any, Launch | None, list[int]]:
     """Look up the launch of an earlier call of the same form; see `dispatch.find`."""
     gpu_type = type(q)
-    if v is None:
-        v = k  # the options say that there are no values, and nobody reads what stands for them
+    if v is None and options[0] == _WITHOUT_VALUES:
+        v = k  # nobody reads what stands for them
     if gpu_type is not _gpu_type() or type(k) is not gpu_type or type(v) is not gpu_type:
         return _find_imported(q, k, v, others, options)
     q_data, k_data, v_data = q.data, k.data, v.data
@@ -142,7 +143,7 @@ def _find_imported(
     appends = len(given) > _K_NEW and given[_K_NEW] is not None
     written = (_K, _V, _OUT, _LSE) if appends else (_OUT, _LSE)
     arrays = [None if x is None else as_cupy(x, place in written) for place, x in enumerate(given)]
-    if any(x is not None and array is None for x, array in zip(given, arrays, strict=True)):
+    if any(array is None and (place < 3 or given[place] is not None) for place, array in enumerate(arrays)):
         return None, None, []
     key, launch, pointers = find_on_gpu(arrays[_Q], arrays[_K], arrays[_V], tuple(arrays[3:]) or None, options)
     addresses = _Addresses(pointers)

@@ -89,7 +89,8 @@ def wgmma_cost(traits: Traits) -> Cost:
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
-    What fits the registers was found by compiling.
+    Where blocks walk on, as is worth it for few keys, all of them: such a tile is most of a tile of rows. What fits the
+    registers was found by compiling.
     """
 
     def fits(tile: Tile) -> bool:
@@ -106,9 +107,9 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         most = 128 if tile.block_m == 192 else 184
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
-    kinds: dict[tuple[int, bool], Tile] = {}
+    kinds: dict[tuple[int, int], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
-        kinds.setdefault((tile.num_threads, tile.walks_on), tile)
+        kinds.setdefault((tile.num_threads, tile.block_n if tile.walks_on else 0), tile)
     return list(kinds.values())
 
 

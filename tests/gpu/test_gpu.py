@@ -273,6 +273,14 @@ def test_repeated_calls_with_torch_arrays(monkeypatch: pytest.MonkeyPatch) -> No
         cuflash.attention(q, k, v, alibi_slopes=slopes, out=q)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_nothing_in_place_of_an_array_of_an_earlier_call(name: str) -> None:
+    arrays = dict.fromkeys("qkv", cupy.ones((2, 10, 16), np.float32))
+    cuflash.attention(**arrays)
+    with pytest.raises(TypeError, match=f"{name} is None"):
+        cuflash.attention(**arrays | {name: None})
+
+
 def test_numba_arrays() -> None:
     numba_cuda = pytest.importorskip("numba.cuda")
     x = np.random.default_rng(0).standard_normal((2, 40, 32)).astype(np.float32)
