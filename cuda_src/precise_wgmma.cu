@@ -103,6 +103,7 @@ __device__ __forceinline__ int num_tiles_before(const TileKeys& keys, long long 
 
 // Those in which a row of the warpgroup sees a key by its position: its first and its last row decide.
 __device__ __forceinline__ TileRange tiles_seen(const SharedTiles& shared, int group) {
+    // right either way: more tiles, of which they see nothing
     const int first = group * 64, last = min(64, shared.tile.num_rows - first) - 1;
     if (last < 0) return {0, 0};
     return {uniform(tile_of(shared.keys, shared.rows[first].visible.begin)),

@@ -121,7 +121,6 @@ __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap
     const Divided block = tile_of_block(params);
     if constexpr (kVarlen) {
         if (threadIdx.x == 0) tile.num_rows = 0;
-        __syncwarp();
         const Divided number(block.quotient, params.head_tiles);
         Segment segment;
         if (!find_segment(params, number.quotient, segment)) return false;

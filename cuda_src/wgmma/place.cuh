@@ -44,7 +44,7 @@ __device__ __forceinline__ bool map_half(const AttentionParams& params, int half
     // right either way: a packed one that finds nothing
     else if (first + static_cast<long long>(gridDim.x) + (kVarlen ? 0 : blockIdx.x) < params.num_pairs)
         next = half - is_second + 2;
-    const PlaneTile at = {plane + is_second, is_second ? rest : last - rest};
+    const PlaneTile tiles[2] = {{plane, last - rest}, {plane + 1, rest}}, at = is_second ? tiles[1] : tiles[0];
     if constexpr (kVarlen) return map_packed_tile(params, segment, at, 0, tile, keys);
     else return map_dense_tile(params, at, 0, tile, keys);
 }
@@ -64,10 +64,7 @@ struct Place {
                                          Segment& of_pair) {
         TileKeys keys;
         int next_half = 0;
-        if constexpr (kWalksOn && kVarlen) {
-            if (thread_index_again() % 32 == 0) tile.num_rows = 0, next = 0;
-            __syncwarp();
-        }
+        if (kWalksOn && kVarlen && thread_index_again() % 32 == 0) tile.num_rows = 0, next = 0;
         if constexpr (kWalksOn) {
             if (!map_half(params, half, of_pair, tile, keys, next_half)) return;
         } else {

@@ -16,7 +16,7 @@ from emulator.emulator import Emulator, compiler
 import cuflash.plan.plan
 from cuflash import reference
 from cuflash.plan.plan import make_plan
-from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe import describe_attention, describe_varlen
 from cuflash.testing import Case, check, make_data, run
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -53,6 +53,16 @@ def turns(emulator: Emulator) -> None:
             if emulator.spec.name == "forward_mma":
                 assert plan.planes_at_once == planes and 3 * heads % planes and plan.num_m_blocks == 2
             assert_right(emulator, q, k, k, causal=True)
+    tokens, boundaries = draw(300, 5, 16), np.array([0, 150, 170, 300])
+    call = tokens, tokens, tokens, boundaries, boundaries
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuflash.plan.plan, "CACHED_BYTES", 3 * 100 * 2 * 16 * 2 + 1)
+        plan = make_plan(describe_varlen(*call, causal=True)[0], emulator.device, emulator.settings)
+        assert emulator.spec.name != "forward_mma" or plan.planes_at_once == 3
+        out, lse = emulator.attention_varlen(*call, causal=True, return_lse=True)
+    exact, exact_lse = reference.attention_varlen(*call, causal=True)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=4e-3, rtol=2e-3)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-4, rtol=1e-5)
 
 
 def head_steps() -> dict[str, tuple[tuple[np.ndarray, ...], dict[str, Any], bool]]:
