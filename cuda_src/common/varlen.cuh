@@ -68,8 +68,10 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, unsi
             unsigned int rest = tile - tiles_before - (running - tiles_of_lane);
             unsigned int index = number, end = ends[0], tiles = num_tiles[0];
 #pragma unroll
-            for (int i = 1; i < kPerLane; ++i)
-                if (rest >= tiles) rest -= tiles, begin = end, end = ends[i], tiles = num_tiles[i], ++index;
+            for (int i = 1; i < kPerLane; ++i) {
+                const bool is_behind = index == number + i - 1 && rest >= tiles;
+                if (is_behind) rest -= tiles, begin = end, end = ends[i], tiles = num_tiles[i], ++index;
+            }
             found.index = __shfl_sync(kAllLanes, index, owner);
             found.begin = __shfl_sync(kAllLanes, begin, owner);
             found.end = __shfl_sync(kAllLanes, end, owner);
