@@ -138,7 +138,7 @@ def cases() -> list[Case]:
             found.append(case._replace(kernel="precise_wgmma"))
         if case.head_dim <= 128:
             found.append(case._replace(kernel="precise_wgmma", precision="tf32"))
-    found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma")
+    found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma") + few_keys("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (("forward_decode", 8), ("forward_decode", 32), ("forward_wgmma", 1)):
         found += few_queries(kernel, heads_kv)
@@ -186,9 +186,19 @@ def long_squares(kernel: str) -> list[Case]:
     """16384 tokens of 2048 features, of which longer sequences than elsewhere are made, too."""
     return [
         Case(kernel, "float16", 16384 // length, 2048 // head_dim, 2048 // head_dim, length, length, head_dim, causal)
-        for head_dim in (64, 128, 256)
+        for head_dim in (64, 80, 96, 128, 256)
         for length in (256, 512, 1024, 2048, 4096, 8192, 16384)
         for causal in (False, True)
+    ]
+
+
+def few_keys(kernel: str) -> list[Case]:
+    """Many queries of few keys, as of prompts and of conditions."""
+    return [
+        Case(kernel, "float16", batch, heads, heads, seqlen_q, seqlen_k, head_dim)
+        for head_dim in (64, 80, 96, 128, 192, 256)
+        for batch, heads, seqlen_q in ((1, 64, 8192), (4, 20, 1500))
+        for seqlen_k in (16, 40, 64, 77, 100, 128, 160, 200, 256, 320, 384, 450)
     ]
 
 

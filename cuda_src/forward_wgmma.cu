@@ -41,7 +41,7 @@ namespace cuflash {
 
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
 constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
-constexpr int kLoaderRegisters = kConsumers == 3 ? 32 : kWalksOn || kHeadDim > 192 ? 56 : 40;
+constexpr int kLoaderRegisters = kWalksOn || kHeadDim > 192 ? 56 : kConsumers == 3 ? 32 : 40;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
@@ -149,8 +149,9 @@ struct RowWarp {
         source.release_keys(i);
         const bool outgrown = find_logits(tile, factors);
         weigh(tile, 0);
-        // Else the compiler would move the wait in front of the exponentials; three warpgroups lack the registers.
-        if (kConsumers < 3) stay_in_front_if(outgrown);
+        // Else the compiler would move the wait in front of the exponentials. Three warpgroups, and output of float32,
+        // lack the registers.
+        if (kConsumers < 3 && !kExactReference) stay_in_front_if(outgrown);
         wgmma_wait<0>(o[0]);  // not in a branch: all warps of a warpgroup wait together
         if (outgrown) rescale(o, factors);
         source.release_values(i - 1);

@@ -13,8 +13,9 @@ constexpr int kQueryRegisters = 4 * kRowTiles * kStepsK;
 
 // Where registers are few, what is needed once per tile is not kept in them: addresses are computed again, and the
 // rows' maxima lie in shared memory.
+constexpr int kManyRegisters = kHasArrays ? 80 : kWarpgroups ? 96 : 112;
 constexpr bool kFewRegisters =
-    kPaged || kStages == 1 || (kWarpsPerRow > 1 ? kHasArrays : kOutputRegisters >= (kHasArrays ? 80 : 112));
+    kPaged || kStages == 1 || (kWarpsPerRow > 1 ? kHasArrays : kOutputRegisters >= kManyRegisters);
 
 // What follows from the index of a thread is kept, or computed again at every call.
 __device__ __forceinline__ Warp place_of_warp() {

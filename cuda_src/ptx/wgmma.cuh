@@ -133,6 +133,9 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, Sha
     } else if constexpr (kTiles == 8) {
         CUFLASH_ISSUE(64, CUFLASH_NAMES_32, "%34", "%32, %33, p, 1, 1, 0, %35",
                       CUFLASH_TILES_8(0) : CUFLASH_FROM_MEMORY);
+    } else if constexpr (kTiles == 10) {
+        CUFLASH_ISSUE(80, CUFLASH_NAMES_40, "%42", "%40, %41, p, 1, 1, 0, %43", CUFLASH_TILES_8(0),
+                      CUFLASH_TILES_2(8) : CUFLASH_FROM_MEMORY);
     } else if constexpr (kTiles == 12) {
         CUFLASH_ISSUE(96, CUFLASH_NAMES_48, "%50", "%48, %49, p, 1, 1, 0, %51", CUFLASH_TILES_8(0),
                       CUFLASH_TILES_4(8) : CUFLASH_FROM_MEMORY);
@@ -140,7 +143,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, Sha
         CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67",
                       CUFLASH_TILES_16(0) : CUFLASH_FROM_MEMORY);
     }
-    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 12 || kTiles == 16);
+    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 10 || kTiles == 12 || kTiles == 16);
 }
 
 }  // namespace cuflash

@@ -52,32 +52,35 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 
 # A warpgroup has 64 rows. One that loads for itself shares a multiprocessor with up to three others, and one begins or
 # ends while others multiply; one with a loader beside it has more keys on their way, for few queries of many keys. On
-# an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 485 / 446, 128x128 366 / 372; head_dim 128 128x128
-# 600 / 590, where 192x80 and 192x64 are 6 and 12 % slower. On an H100 at 512 keys: head_dim 64 192x128 292 / 150, 64x64
-# 337 / 223. 64 queries of 16 caches of 8192 keys of one head, us: 64x64 34.9, 64x128 33.7, 128x128 34.5.
+# an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 515 / 487, 64x64 449 / 446; head_dim 128 128x128
+# 620 / 611, 192x80w 566 / 544. Where three warpgroups walk on, two work while one begins or ends: us for 64 heads of
+# 8192 queries and 64 keys, head_dim 128, 192x64w 88, 128x64w 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of
+# one head: 64x64 34.9, 64x128 33.7, 128x128 34.5 (H100).
 _TILES_OF_128 = Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
+_WALKING = Tile(192, 80, 512, 2), Tile(192, 64, 512, 2), *_TILES_OF_128
 _WGMMA_TILES = (
-    Tile(192, 128, 512, 2), *_TILES_OF_128, *(tile._replace(walks_on=True) for tile in _TILES_OF_128),
+    Tile(192, 128, 512, 2), Tile(192, 80, 512, 2), *_TILES_OF_128,
+    *(tile._replace(walks_on=True) for tile in _WALKING),
     Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 128, 2),
 )  # fmt: skip
 
 COST = Cost(
-    product=2.58e-07,
-    weight=1.59e-05,
-    load=1.29e-08,
-    tile=0.00828,
-    latency=0.768,
-    latency_load=1.41e-05,
+    product=2.61e-07,
+    weight=2.43e-05,
+    load=1.28e-08,
+    tile=0.00349,
+    latency=0.7,
+    latency_load=2.04e-05,
     copy=0,
     exposed_copy=0,
-    block=4.73,
-    block_load=0.00169,
-    merge=3.47,
-    merge_split=0.0284,
-    merge_byte=2.48e-07,
+    block=4.06,
+    block_load=0.000622,
+    merge=3.82,
+    merge_split=0.0357,
+    merge_byte=2.66e-07,
     stream=4.82e-07,
-    next_tile=3.11,
-    in_step=1.02,
+    next_tile=2.74,
+    in_step=1.01,
 )
 
 
@@ -89,27 +92,29 @@ def wgmma_cost(traits: Traits) -> Cost:
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
-    Where blocks walk on, as is worth it for few keys, all of them: such a tile is most of a tile of rows. What fits the
-    registers was found by compiling.
+    Where three warpgroups walk on, as is worth it for few keys, all of them: such a tile is most of a tile of rows.
+    What fits the registers was found by compiling.
     """
+    bucket, bucket_v = wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)
+    widest = max(bucket, bucket_v)
 
     def fits(tile: Tile) -> bool:
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
-        bucket, bucket_v = wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)
-        held = bucket_v // 2 + tile.block_n * 3 // 4
-        if tile.block_m == 192 and (bucket > 64 or traits.alibi_slopes):
-            return False
-        widest = max(bucket, bucket_v)
-        if tile.walks_on and bucket_v == 192:
-            return False
+        held, most = bucket_v // 2 + tile.block_n * 3 // 4, 184
+        if tile.block_m == 192:
+            most = 128
+            if tile.walks_on:
+                most -= 24 * (traits.out_dtype == "float32") + 8 * (traits.op == "attention_varlen")
+            if traits.alibi_slopes or widest > (128 if tile.walks_on else 96):
+                return False
         if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
             return False
-        most = 128 if tile.block_m == 192 else 184
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
-    kinds: dict[tuple[int, int], Tile] = {}
+    kinds: dict[tuple[int, bool, int], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
-        kinds.setdefault((tile.num_threads, tile.block_n if tile.walks_on else 0), tile)
+        walks_with = tile.block_n if tile.walks_on and tile.block_m == 192 else 0
+        kinds.setdefault((tile.num_threads, tile.walks_on, walks_with), tile)
     return list(kinds.values())
 
 

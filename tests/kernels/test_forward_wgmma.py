@@ -18,7 +18,7 @@ from cuflash.settings import Settings
 from cuflash.testing import Case, check, describe, make_data, run
 from kernels.test_forward_mma import assert_right, draw
 
-KERNEL, TILE, TILE_OF_WIDE = "forward_wgmma", "128x128x2w", "128x64x2w"
+KERNEL, TILE = "forward_wgmma", "128x128x2w"
 
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "odd heads, odd tiles": ((5, 290, 64), (5, 290, 64), {"causal": True}),
@@ -26,14 +26,13 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "groups in one tile": ((16, 4, 40, 16), (16, 1, 260, 16), {}),
     "window": ((8, 260, 128), (8, 400, 128), {"window": (70, 3), "query_offset": 100}),
     "rows that see nothing": ((7, 300, 24), (7, 150, 24), {"causal": True, "query_offset": -140}),
-    "other layout": ((6, 140, 96), (6, 140, 96), {"softcap": 30.0, "sinks": np.arange(6, dtype=np.float32)}),
+    "other layout": ((8, 140, 96), (8, 140, 96), {"softcap": 30.0, "sinks": np.arange(8, dtype=np.float32)}),
     "wide": ((6, 190, 200), (6, 190, 200), {"causal": True}),
 }
 
 
-def tile_of(shape: tuple[int, ...]) -> str:
-    """Name of the tile whose blocks walk on; where features are many, queries have one buffer."""
-    return TILE if shape[-1] <= 128 else TILE_OF_WIDE
+TILES = {"window": "192x80x2w", "other layout": "192x64x2w", "wide": "128x64x2w"}
+"""Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
 
 
 def walks(emulator: Emulator) -> None:
@@ -43,9 +42,8 @@ def walks(emulator: Emulator) -> None:
     x = draw(3, 140, 16)
     assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one pair to each
     device = emulator.device._replace(num_multiprocessors=3)
-    for shape_q, shape_k, options in SHAPES.values():
-        walking = Emulator(KERNEL, tile_of(shape_q), device, emulator.seed, emulator.sources)
-        _walk(walking, shape_q, shape_k, options)
+    for name, call in SHAPES.items():
+        _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), *call)
     _walk_packed(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources))
 
 
@@ -81,7 +79,7 @@ def test_blocks_walk_on_through_packed_sequences() -> None:
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_walk_on(name: str) -> None:
-    emulator = Emulator(KERNEL, tile_of(SHAPES[name][0]))
+    emulator = Emulator(KERNEL, TILES.get(name, TILE))
     emulator.device = emulator.device._replace(num_multiprocessors=3)
     _walk(emulator, *SHAPES[name])
 
@@ -98,15 +96,17 @@ def test_tiles_do_not_know_who_else_is_worked_on() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    ("head_dim", "tile"),
+    [(64, "192x80x2w"), (96, "192x64x2w"), (128, TILE), (128, "192x80x2w"), (192, "128x96x2w"), (256, "128x64x2w")],
+)
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=["full", "causal", "window"])
-def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, dtype: str) -> None:
+def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, tile: str, dtype: str) -> None:
     """Odd numbers of heads and of tiles, and the lse."""
     import cupy
 
     shape = (17, 21, 330, head_dim)
-    case, tile = Case("walks", shape, shape, options=options), tile_of(shape)
-    device = device_info(0)
+    case, device = Case("walks", shape, shape, options=options), device_info(0)
     spec = next(spec for spec in KERNELS if spec.name == KERNEL)
     problem = describe(case, dtype)
     if spec.refusal(problem.traits, device) is not None:
@@ -120,8 +120,9 @@ def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, dtype: str
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tile", [TILE, "192x64x2w"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool) -> None:
+def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool, tile: str) -> None:
     """Equal lengths, lengths drawn, and none."""
     import cupy
 
@@ -134,11 +135,11 @@ def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool) -> None:
         spec = next(spec for spec in KERNELS if spec.name == KERNEL)
         if spec.refusal(problem.traits, device_info(0)) is not None:
             pytest.skip(f"{KERNEL} is not for this GPU")
-        assert make_plan(problem, device_info(0), Settings(KERNEL, TILE, False)).num_pairs
+        assert make_plan(problem, device_info(0), Settings(KERNEL, tile, False)).num_pairs
         found = []
         for _ in range(2):
             out, lse = cupy.full_like(call[0], np.nan), cupy.full(q.shape[:-1], np.nan, np.float32)
-            with cuflash.options(kernel=KERNEL, tile=TILE):
+            with cuflash.options(kernel=KERNEL, tile=tile):
                 cuflash.attention_varlen(*call, causal=causal, out=out, lse=lse)
             found.append((out.get(), lse.get()))
         assert found[0][0].tobytes() == found[1][0].tobytes() and found[0][1].tobytes() == found[1][1].tobytes()

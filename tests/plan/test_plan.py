@@ -139,8 +139,8 @@ float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0
 bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 205824 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_wide, 32x128/256, grid 8192, 166144 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -168,11 +168,11 @@ float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 80/80, align 16, x1
-float16 D=96, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 96/96, align 16, x1
+float16 D=80, forward_wgmma, 192x80x2/512, grid 1408, 145408 B, batch 0:4, D 80/80, align 16, x1
+float16 D=96, forward_wgmma, 192x80x2/512, grid 1408, 145408 B, batch 0:4, D 96/96, align 16, x1
 float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
-float16 D=160, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
-float16 D=192, forward_wgmma, 128x96x2/384, grid 2048, 205824 B, batch 0:4, D 192/192, align 16, x1
+float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 192/192, align 16, x1
+float16 D=192, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
@@ -201,7 +201,7 @@ D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 223232 B, batch 0:4, D 19
 D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1
 D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 198656 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 128x128x2/384, grid 8192, 173056 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 192x80x2w/512, grid 132, 197632 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
