@@ -92,8 +92,8 @@ def wgmma_cost(traits: Traits) -> Cost:
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
-    Where three warpgroups walk on, as is worth it for few keys, all of them: such a tile is most of a tile of rows.
-    What fits the registers was found by compiling.
+    Of tiles that walk on those for few keys, too, each number with the most rows: one is most of a tile of rows. What
+    fits the registers was found by compiling.
     """
     bucket, bucket_v = wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)
     widest = max(bucket, bucket_v)
@@ -111,10 +111,10 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
             return False
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
-    kinds: dict[tuple[int, bool, int], Tile] = {}
+    kinds: dict[tuple[int, bool], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
-        walks_with = tile.block_n if tile.walks_on and tile.block_m == 192 else 0
-        kinds.setdefault((tile.num_threads, tile.walks_on, walks_with), tile)
+        is_for_few = tile.walks_on and tile.block_n <= 80
+        kinds.setdefault((tile.block_n if is_for_few else tile.num_threads, tile.walks_on), tile)
     return list(kinds.values())
 
 

@@ -164,7 +164,7 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
     ],
 )
 @rows
-@pytest.mark.share(3)
+@pytest.mark.share(5)
 def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
     @settings(SETTINGS, max_examples=max_examples)
     @given(calls)

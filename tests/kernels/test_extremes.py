@@ -97,7 +97,7 @@ EMULATED = {
 
 def _back_ends() -> Iterator[Any]:
     no_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-    marks = [no_compiler, pytest.mark.share(2)]
+    marks = [no_compiler, pytest.mark.share(4)]
     for dtype in DTYPES_TESTED:
         yield pytest.param(BackEnd("numpy", dtype), id=f"numpy-{dtype}")
         for spec in KERNELS:

@@ -31,7 +31,10 @@ def execute(path: Path, folder: Path) -> Any:
     resources = {"metadata": {"path": str(folder)}}
     client = nbclient.NotebookClient(notebook, timeout=300, resources=resources, record_timing=False)
     python_path = os.pathsep.join(filter(None, [str(ROOT), str(path.parent), os.environ.get("PYTHONPATH")]))
-    return client.execute(env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path})
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": python_path}
+    if "PYTEST_XDIST_WORKER" in env:
+        env["OPENBLAS_NUM_THREADS"] = "1"  # others would wait at full speed, on cores where other tests run
+    return client.execute(env=env)
 
 
 def printed(cell: Any) -> str:
