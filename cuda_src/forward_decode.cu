@@ -16,12 +16,12 @@
 #endif
 
 #include "common/schedule.cuh"
+#include "common/weights.cuh"
 #include "decode/read.cuh"
 #include "decode/team.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/overlap.cuh"
 #include "ptx/shared.cuh"
-#include "wmma/weights.cuh"
 
 namespace cuflash {
 

@@ -14,9 +14,9 @@
 #include "common/mask.cuh"
 #include "common/schedule.cuh"
 #include "common/score.cuh"
+#include "common/weights.cuh"
 #include "wmma/rows.cuh"
 #include "wmma/tile.cuh"
-#include "wmma/weights.cuh"
 
 namespace cuflash {
 

@@ -69,9 +69,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams& params, unsi
             unsigned int index = number, end = ends[0], tiles = num_tiles[0];
 #pragma unroll
             for (int i = 1; i < kPerLane; ++i) {
-                // right either way: what is left is less than the tiles of the one that was found
-                const bool is_behind = index == number + i - 1 && rest >= tiles;
-                if (is_behind) rest -= tiles, begin = end, end = ends[i], tiles = num_tiles[i], ++index;
+                if (rest >= tiles) rest -= tiles, begin = end, end = ends[i], tiles = num_tiles[i], ++index;
             }
             found.index = __shfl_sync(kAllLanes, index, owner);
             found.begin = __shfl_sync(kAllLanes, begin, owner);

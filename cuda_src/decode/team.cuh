@@ -2,9 +2,9 @@
 #pragma once
 
 #include "common/epilogue.cuh"
+#include "common/weights.cuh"
 #include "decode/layout.cuh"
 #include "ptx/barrier.cuh"
-#include "wmma/weights.cuh"
 
 namespace cuflash {
 
