@@ -32,6 +32,15 @@ struct TileLogits {
     }
 };
 
+// Of a lane's columns, counted from its first one, a bit for each that lies in front of another one.
+__device__ __forceinline__ unsigned int columns_before(int column) {
+    static_assert(kColumns <= 32);
+    const unsigned int before = max(column, 0);
+    const unsigned int count = before / (4 * kRun) * kRun + min(before % (4 * kRun), kRun);
+    // right either way: a shift by all bits
+    return count >= 32 ? ~0u : (1u << count) - 1;
+}
+
 // Hides keys that a row does not see by its position.
 __device__ __forceinline__ void hide_scores(const View& view, TileLogits& logits, Scores& scores) {
     const float hidden = logits.hidden_score();
@@ -40,9 +49,11 @@ __device__ __forceinline__ void hide_scores(const View& view, TileLogits& logits
         // fence: few at a time
         __syncwarp();  // one row after the other: together they take more registers than there are
         const ColumnRange visible = view.visible(r).counted_from(column_of(0, view.lane));
+        // Bits become predicates several at a time; comparisons would be two for each score.
+        const unsigned int seen = columns_before(visible.end) & ~columns_before(visible.begin);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            if (!visible.has(column_of(i, 0))) at(scores, r, i) = hidden;
+            if (!(seen >> i & 1)) at(scores, r, i) = hidden;
         }
         if constexpr (kPolynomialLogits) {
             __syncwarp();  // fence: few at a time

@@ -75,16 +75,35 @@ __device__ __forceinline__ char*& address_behind(Element (&row)[kPitchQ], const 
 __device__ __forceinline__ void store_staged_rows(const AttentionParams& params, const TileMap& tile,
                                                   Element (*staging)[kPitchQ], const Warp& warp) {
     constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors), kAtOnce = 32 / kLanes;
+    constexpr int kPasses = kRowsPerWarp / kAtOnce;
     const int lane = warp.lane, own_row = lane / kLanes;
     const int column = warp.share * kWarpFeatures + lane % kLanes * 8;
-    const auto store = [&](int pass, char* row_address) {
-        if (kLanes == kVectors || lane % kLanes < kVectors)
-            store_elements(params, row_address, column,
-                           *reinterpret_cast<const Elements16*>(&staging[pass + own_row][column]));
+    const auto row_of_pass = [&](int pass) -> Element(&)[kPitchQ] { return staging[pass * kAtOnce + own_row]; };
+    const auto vector_of = [&](int pass) -> const Elements16& {
+        return *reinterpret_cast<const Elements16*>(&row_of_pass(pass)[column]);
     };
     __syncwarp();
+    if (kLanes != kVectors && lane % kLanes >= kVectors) return;
+    if constexpr (kWarpFeatures > 128) {
 #pragma unroll(kWarpFeatures == 192 ? 8 : 2)  // what compilers have registers for
-    for (int pass = 0; pass < kRowsPerWarp; pass += kAtOnce) store(pass, address_behind(staging[pass + own_row], warp));
+        for (int pass = 0; pass < kPasses; ++pass)
+            store_elements(params, address_behind(row_of_pass(pass), warp), column, vector_of(pass));
+    } else {
+        // Several are read before any is stored: a store might change what is read behind it.
+        constexpr int kTogether = kPasses < 4 ? kPasses : 4;
+#pragma unroll 1
+        for (int first = 0; first < kPasses; first += kTogether) {
+            char* addresses[kTogether];
+            Elements16 vectors[kTogether];
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                addresses[i] = address_behind(row_of_pass(first + i), warp);
+                vectors[i] = vector_of(first + i);
+            }
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) store_elements(params, addresses[i], column, vectors[i]);
+        }
+    }
 }
 
 // Stores lse and output of the warp's rows, `rows` being those of Q. Each lane finishes one row; 16-bit output passes
