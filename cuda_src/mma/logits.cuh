@@ -35,8 +35,9 @@ struct TileLogits {
 // Of a lane's columns, counted from its first one, a bit for each that lies in front of another one.
 __device__ __forceinline__ unsigned int columns_before(int column) {
     static_assert(kColumns <= 32);
+    constexpr unsigned int kOfRun = kRun, kOfLanes = 4 * kRun;
     const unsigned int before = max(column, 0);
-    const unsigned int count = before / (4 * kRun) * kRun + min(before % (4 * kRun), kRun);
+    const unsigned int count = before / kOfLanes * kOfRun + min(before % kOfLanes, kOfRun);
     // right either way: a shift by all bits
     return count >= 32 ? ~0u : (1u << count) - 1;
 }
