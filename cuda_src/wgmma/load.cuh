@@ -108,7 +108,10 @@ __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedT
 }
 // For all tiles of rows, whose places the first warp finds on the way; and their queries where there are two buffers.
 __device__ __forceinline__ void load_all_keys(const AttentionParams& params, SharedTiles& shared) {
-    if (kWalksOn && thread_of_loader() < 32) shared.placed.arrive(0);
+    if constexpr (kWalksOn) {
+        if (thread_of_loader() < 32) shared.placed.arrive(0);
+        shared.placed.wait_until_ready(0);  // right either way: it is there, but each phase is to be waited for
+    }
 #pragma unroll 1
     for (int number = 0;; ++number) {
         const Place& place = shared.places[number % kPlaces];
