@@ -1,6 +1,6 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
-python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 500 problems;
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 1500 problems;
                                         with --kernel NAME those of one kernel, beside what is stored of others
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
 python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured

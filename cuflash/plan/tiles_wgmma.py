@@ -102,7 +102,7 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
         held, most = bucket_v // 2 + tile.block_n * 3 // 4, 184
         if tile.block_m == 192:
-            most = 128
+            most = 128  # of 160 registers; of 152 where blocks walk on, which float32 and packed sequences need, too
             if tile.walks_on:
                 most -= 24 * (traits.out_dtype == "float32") + 8 * (traits.op == "attention_varlen")
             if traits.alibi_slopes or widest > (128 if tile.walks_on else 96):
