@@ -139,7 +139,9 @@ struct Worker {
 
     __device__ __forceinline__ void finish_rows() {
         cp_async_wait();
-        store_rows(params, shared.tile, shared.unit, states, o, shared.exchange, shared.q, Warp(thread_index_again()));
+        const Warp warp(thread_index_again());
+        const FinishedLane finished = finish_lane(params, shared.tile, shared.unit, states, shared.exchange, warp);
+        store_rows(params, shared.tile, o, finished, shared.q, warp);
     }
 };
 

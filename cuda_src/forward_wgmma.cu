@@ -181,7 +181,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const int num_tiles = place.walk.num_tiles;
     RowStates states(shared.maxima, warp);
     Output o = {};
-    if (kQueryBuffers == 1)
+    if constexpr (!kWalksOn)
         load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
     KeySource source(params, shared, place, group);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
@@ -205,11 +205,16 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         int i = begin + 1;
 #pragma unroll 1
         for (; i < end; ++i) own.turn(i, weights, total);
+        source.release_queries(number);
         own.last(i - 1, weights, total);
         barrier_wait(1 + group_of_thread(), kGroupThreads);  // nobody multiplies by queries any more
+    } else {
+        source.release_queries(number);
     }
-    store_rows(params, place.tile, shared.unit, states, o, shared.exchange, shared.q[number % kQueryBuffers],
-               Warp(thread_index_again()));
+    const Warp again(thread_index_again());
+    const FinishedLane finished = finish_lane(params, place.tile, shared.unit, states, shared.exchange, again);
+    if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);
+    else store_rows(params, place.tile, o, finished, shared.q[number % kQueryBuffers], again);
 }
 
 // All of the block's tiles of rows, while others load.
@@ -221,8 +226,7 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
         shared.placed.release_read(number);
         shared.placed.wait_until_ready(number + 1);
         if (uniform(shared.places[(number + 1) % kPlaces].is_empty())) return;
-        // Queries lie where the last output did. And without it the compiler takes the warps of a warpgroup for apart.
-        barrier_wait(1 + group, kGroupThreads);
+        barrier_wait(1 + group, kGroupThreads);  // fence: else the compiler takes the warps of a warpgroup for apart
     }
 }
 

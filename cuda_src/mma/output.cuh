@@ -4,6 +4,7 @@
 #include "common/epilogue.cuh"
 #include "common/total.cuh"
 #include "mma/softmax.cuh"
+#include "ptx/words.cuh"
 
 namespace cuflash {
 
@@ -106,30 +107,45 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
     }
 }
 
-// Stores lse and output of the warp's rows, `rows` being those of Q. Each lane finishes one row; 16-bit output passes
-// through the rows of Q, so that neighbouring lanes store neighbouring vectors.
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
-                                           const RowStates& states, Output& o, Exchange& exchange,
-                                           Element (*rows)[kPitchQ], const Warp& warp) {
-    const int lane = warp.lane;
+// What a lane knows of the row that it finishes: where its features go, null for none, and what they are multiplied by.
+struct FinishedLane {
+    char* address;
+    float factor;
+};
+
+// Finishes the warp's rows, one in each lane, but for their features: stores their lse.
+__device__ __forceinline__ FinishedLane finish_lane(const AttentionParams& params, const TileMap& tile,
+                                                    const LogitUnit& unit, const RowStates& states, Exchange& exchange,
+                                                    const Warp& warp) {
     const RowTotal total = total_of_lane(states, exchange, warp);
-    char* address = nullptr;
-    float factor = 0;
-    const Row row = row_at(params, tile, warp.first_row + lane);
-    if (lane < kRowsPerWarp && row.valid) {
-        const FinishedRow finished =
-            finish_row(params, tile, row, total.row_max * unit.factor, total.row_sum * kReferenceUnit);
-        factor = finished.multiplier / finished.divisor * kReferenceUnit;
-        if (warp.share == 0) store_lse(params, tile, row, finished);
-        address = output_row(params, tile, row);
-    }
+    const Row row = row_at(params, tile, warp.first_row + warp.lane);
+    if (warp.lane >= kRowsPerWarp || !row.valid) return {};
+    const FinishedRow finished =
+        finish_row(params, tile, row, total.row_max * unit.factor, total.row_sum * kReferenceUnit);
+    if (warp.share == 0) store_lse(params, tile, row, finished);
+    return {output_row(params, tile, row), finished.multiplier / finished.divisor * kReferenceUnit};
+}
+
+// Stores two neighbouring features of an output of float32 or float64; `row` may be null.
+__device__ __forceinline__ void store_pair(const AttentionParams& params, char* row, int column,
+                                           const float (&values)[2]) {
+    if constexpr (kVectorLoads && sizeof(OutElement) == 4)
+        store_if(row && column < params.head_dim_v, row + column * 4, values);
+    else if (row) store_output(params, row, column, values);
+}
+
+// Stores the features of rows that are finished, `rows` being those of Q: 16-bit output passes through them, so that
+// neighbouring lanes store neighbouring vectors.
+__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, Output& o,
+                                           const FinishedLane& finished, Element (*rows)[kPitchQ], const Warp& warp) {
     if constexpr (!kHasValues) return;
+    const int lane = warp.lane;
     __syncwarp();  // right either way: shuffles and the exchange come before
     Element(*const staging)[kPitchQ] = &rows[warp.first_row];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        const float row_factor = __shfl_sync(0xffffffffu, factor, row_of(r, lane));
-        char* const row_address = address_of_lane(address, row_of(r, lane));
+        const float row_factor = __shfl_sync(0xffffffffu, finished.factor, row_of(r, lane));
+        char* const row_address = address_of_lane(finished.address, row_of(r, lane));
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
             const int column = warp.share * kWarpFeatures + f * 8 + lane % 4 * 2;
@@ -137,11 +153,11 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
                                      multiply_subnormal(at(o, r, 2 * f + 1), row_factor)};
             if constexpr (sizeof(OutElement) == 2)
                 *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
-            else if (row_address) store_output(params, row_address, column, values);
+            else store_pair(params, row_address, column, values);
         }
     }
     if constexpr (sizeof(OutElement) == 2) {
-        if (lane < kRowsPerWarp) address_behind(staging[lane], warp) = address;
+        if (lane < kRowsPerWarp) address_behind(staging[lane], warp) = finished.address;
         store_staged_rows(params, tile, staging, warp);
     }
 }

@@ -1,4 +1,4 @@
-// Vectors of four 32-bit words, as they are loaded, and the 16-bit halves of words.
+// Vectors of four 32-bit words, as they are loaded and stored, and the 16-bit halves of words.
 #pragma once
 
 namespace cuflash {
@@ -32,6 +32,23 @@ __device__ __forceinline__ Words load_once_if(bool is_there, const char* address
         : "=&r"(loaded.at[0]), "=&r"(loaded.at[1]), "=&r"(loaded.at[2]), "=&r"(loaded.at[3])
         : "l"(address), "r"(static_cast<int>(is_there)));
     return loaded;
+}
+
+// Stores them if `wanted`, without a branch: behind one that lanes take apart, compilers take warps for apart.
+__device__ __forceinline__ void store_if(bool wanted, char* address, const Words& words) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %5, 0; @wanted st.global.v4.u32 [%4], {%0, %1, %2, %3}; }" ::"r"(
+            words.at[0]),
+        "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3]), "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
+}
+
+// The same for two floats.
+__device__ __forceinline__ void store_if(bool wanted, char* address, const float (&values)[2]) {
+    asm volatile(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted st.global.v2.f32 [%2], {%0, %1}; }" ::"f"(values[0]),
+        "f"(values[1]), "l"(address), "r"(static_cast<int>(wanted))
+        : "memory");
 }
 
 // The lower halves of two words, or the upper ones, that of the first one below.

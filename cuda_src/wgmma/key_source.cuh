@@ -13,13 +13,17 @@ struct KeysOfOthers {
     __device__ __forceinline__ KeysOfOthers(const AttentionParams&, SharedTiles& shared, const Place&, int group)
         : shared(shared), group(group) {}
     __device__ __forceinline__ void wait_for_queries(int number) {
-        if constexpr (kQueryBuffers > 1) {
+        if constexpr (kWalksOn) {
             shared.loaded_queries.wait_until_ready(number);
         } else {
             cp_async_wait();
             fence_async_proxy();
             barrier_wait(1 + group, kGroupThreads);
         }
+    }
+    // Products by them are over.
+    __device__ __forceinline__ void release_queries(int number) {
+        if constexpr (kWalksOn && kQueryBuffers == 1) shared.loaded_queries.release(number);
     }
     __device__ __forceinline__ int own_group() const { return kFewRegisters ? group_of_thread() : group; }
 
@@ -52,6 +56,7 @@ struct OwnKeys : KeyLoader {
     __device__ __forceinline__ void wait_for_queries(int) {
         if (walk.num_tiles == 0) see();  // right either way: they are waited for once more
     }
+    __device__ __forceinline__ void release_queries(int) {}
     __device__ __forceinline__ int own_group() const { return group; }
 
     __device__ __forceinline__ void wait_for_keys(int) {}

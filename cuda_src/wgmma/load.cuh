@@ -1,9 +1,9 @@
 // What lies in shared memory, and how Q, K and V get there.
 #pragma once
 
-#include "mma/output.cuh"
 #include "wgmma/panels.cuh"
 #include "wgmma/place.cuh"
+#include "wgmma/store.cuh"
 
 namespace cuflash {
 
@@ -12,13 +12,17 @@ using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kProducers == 0 && kConsumers == 1)));
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
 
+// Where blocks walk on, the next queries come while the last rows are finished: into another buffer or, where there is
+// no room for one, as soon as nobody multiplies by the last ones any more. Output then does not pass through them.
 constexpr int kQueryBuffers = kWalksOn && kHeadDim <= 128 && kHeadDimV <= 128 ? 2 : 1;
+constexpr bool kStagesOutput = kWalksOn && kQueryBuffers == 1 && sizeof(OutElement) == 2;
 
 struct SharedTiles {
     // A warpgroup's queries lie where its output passes through in the end.
     alignas(1024) Element q[kQueryBuffers][kBlockM][kPitchQ];
     Panels<kBlockN, kHeadDim> k[kStages];
     Panels<kBlockN, kHeadDimV> v[kStages];
+    StagedRows staged[kStagesOutput ? kNumWarps : 1];
     alignas(16) TileRow rows[kBlockM];
     RowMaxima maxima;
     Exchange exchange;
@@ -45,8 +49,8 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
                                              int group, int thread) {
     const PanelCopy<kHeadDim> copy(params.q_strides.row, params.head_dim, thread);
     const int first_row = 64 * group, num_rows = tile.num_rows - first_row;
-    // right either way: a division by 1 for each row; wide ones have no registers for two ways
-    if (kHeadDim <= 128 && params.packed_heads == 1) {
+    // right either way: a division by 1 for each row
+    if (params.packed_heads == 1) {
         copy.load<false>(target, copy.own_part(tile.q + (tile.first_query + first_row) * copy.stride), num_rows);
         return;
     }
@@ -116,7 +120,8 @@ __device__ __forceinline__ void load_all_keys(const AttentionParams& params, Sha
     for (int number = 0;; ++number) {
         const Place& place = shared.places[number % kPlaces];
         if (place.is_empty()) return;
-        if constexpr (kQueryBuffers > 1) {
+        if constexpr (kWalksOn) {
+            if constexpr (kQueryBuffers == 1) shared.loaded_queries.wait_until_free(number);
             for (int group = 0; group < kConsumers; ++group)
                 load_queries(params, place.tile, shared.queries(number, group), group, thread_of_loader());
             shared.loaded_queries.arrive_with_copies(number);

@@ -57,19 +57,22 @@ def test_mbarrier_orders_nothing_before_its_phase(tmp_path: Path) -> None:
 
 
 @backends
-def test_stmatrix(back_end: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["stmatrix_x4", "stmatrix_x4_transposed"])
+def test_stmatrix(name: str, back_end: str, tmp_path: Path) -> None:
     body = """
         unsigned int matrices[4];
         for (int i = 0; i < 4; ++i)
             matrices[i] = in[i * 64 + lane * 2] | static_cast<unsigned int>(in[i * 64 + lane * 2 + 1]) << 16;
-        stmatrix_x4_transposed(shared_address(shared + lane * 24), matrices);
+        STORE(shared_address(shared + lane * 24), matrices);
         __syncwarp();
         for (int i = lane; i < 256; i += 32) out[i] = shared[i / 8 * 24 + i % 8];  // rows 48 bytes apart
     """
     values = np.random.default_rng(0).permutation(256).astype(np.uint16)
     arrays = values, values, np.empty(256, np.uint16)
-    out = _run(back_end, body, arrays, tmp_path, "stmatrix", ("unsigned short", "unsigned short"))
-    assert (out.reshape(4, 8, 8) == values.reshape(4, 8, 8).swapaxes(1, 2)).all()
+    body = body.replace("STORE", name)
+    out = _run(back_end, body, arrays, tmp_path, "stmatrix", ("unsigned short", "unsigned short")).reshape(4, 8, 8)
+    stored = out.swapaxes(1, 2) if name.endswith("transposed") else out
+    assert (stored == values.reshape(4, 8, 8)).all()
 
 
 PLACES = {

@@ -28,11 +28,15 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "rows that see nothing": ((7, 300, 24), (7, 150, 24), {"causal": True, "query_offset": -140}),
     "other layout": ((8, 140, 96), (8, 140, 96), {"softcap": 30.0, "sinks": np.arange(8, dtype=np.float32)}),
     "wide": ((6, 190, 200), (6, 190, 200), {"causal": True}),
+    "wide keys": ((7, 150, 136), (7, 110, 136), {"causal": True, "query_offset": -140}),
+    "wide values": ((16, 4, 40, 72), (16, 1, 100, 72), {}),
 }
-
-
-TILES = {"window": "192x80x2w", "other layout": "192x64x2w", "wide": "128x64x2w"}
+TILES = {"window": "192x80x2w", "other layout": "192x64x2w"} | dict.fromkeys(
+    ("wide", "wide keys", "wide values"), "128x64x2w"
+)
 """Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
+VALUES = {"wide keys": 72, "wide values": 136}
+"""Features of values, where these have others than keys."""
 
 
 def walks(emulator: Emulator) -> None:
@@ -42,22 +46,24 @@ def walks(emulator: Emulator) -> None:
     x = draw(3, 140, 16)
     assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one pair to each
     device = emulator.device._replace(num_multiprocessors=3)
-    for name, call in SHAPES.items():
-        _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), *call)
-    _walk_packed(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources))
+    for name in SHAPES:
+        _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), name)
+    _walk_packed(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources), 32)
 
 
-def _walk(emulator: Emulator, shape_q: tuple[int, ...], shape_k: tuple[int, ...], options: dict[str, Any]) -> None:
-    q, k, v = draw(*shape_q), draw(*shape_k, seed=1), draw(*shape_k, seed=2)
+def _walk(emulator: Emulator, name: str) -> None:
+    shape_q, shape_k, options = SHAPES[name]
+    *rows, features = shape_k
+    q, k, v = draw(*shape_q), draw(*shape_k, seed=1), draw(*rows, VALUES.get(name, features), seed=2)
     plan = make_plan(describe_attention(q, k, v, **options)[0], emulator.device, emulator.settings)
     assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
     assert_right(emulator, q, k, v, **options)
 
 
-def _walk_packed(emulator: Emulator) -> None:
+def _walk_packed(emulator: Emulator, head_dim: int) -> None:
     """Sequences of several tiles, one, and none, and tokens behind them."""
     boundaries = np.cumsum([0, 300, 0, 50, 129, 5])
-    q, k, v = (draw(500, 2, 32, seed=seed) for seed in range(3))
+    q, k, v = (draw(500, 2, head_dim, seed=seed) for seed in range(3))
     call = q, k, v, boundaries, boundaries
     for causal in (False, True):
         problem = describe_varlen(*call, causal=causal)[0]
@@ -70,10 +76,11 @@ def _walk_packed(emulator: Emulator) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-def test_blocks_walk_on_through_packed_sequences() -> None:
-    emulator = Emulator(KERNEL, TILE)
+@pytest.mark.parametrize(("head_dim", "tile"), [(32, TILE), (136, "128x64x2w")])
+def test_blocks_walk_on_through_packed_sequences(head_dim: int, tile: str) -> None:
+    emulator = Emulator(KERNEL, tile)
     emulator.device = emulator.device._replace(num_multiprocessors=3)
-    _walk_packed(emulator)
+    _walk_packed(emulator, head_dim)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -81,7 +88,7 @@ def test_blocks_walk_on_through_packed_sequences() -> None:
 def test_blocks_walk_on(name: str) -> None:
     emulator = Emulator(KERNEL, TILES.get(name, TILE))
     emulator.device = emulator.device._replace(num_multiprocessors=3)
-    _walk(emulator, *SHAPES[name])
+    _walk(emulator, name)
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -100,7 +107,11 @@ def test_tiles_do_not_know_who_else_is_worked_on() -> None:
     ("head_dim", "tile"),
     [(64, "192x80x2w"), (96, "192x64x2w"), (128, TILE), (128, "192x80x2w"), (192, "128x96x2w"), (256, "128x64x2w")],
 )
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (100, 20)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"causal": True}, {"window": (100, 20)}, {"causal": True, "out_dtype": "float32"}],
+    ids=["full", "causal", "window", "float32"],
+)
 def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, tile: str, dtype: str) -> None:
     """Odd numbers of heads and of tiles, and the lse."""
     import cupy
@@ -111,6 +122,8 @@ def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, tile: str,
     problem = describe(case, dtype)
     if spec.refusal(problem.traits, device) is not None:
         pytest.skip(f"{KERNEL} is not for {device.arch}")
+    if tile not in map(str, spec.tiles(problem.traits, device)):
+        pytest.skip(f"{KERNEL} has no such tile for this output")
     assert make_plan(problem, device, Settings(KERNEL, tile, False)).num_pairs
     data = make_data(case, dtype)
     with cuflash.options(kernel=KERNEL, tile=tile):
@@ -120,16 +133,16 @@ def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, tile: str,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile", [TILE, "192x64x2w"])
+@pytest.mark.parametrize(("head_dim", "tile"), [(128, TILE), (128, "192x64x2w"), (192, "128x96x2w")])
 @pytest.mark.parametrize("causal", [False, True])
-def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool, tile: str) -> None:
+def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool, head_dim: int, tile: str) -> None:
     """Equal lengths, lengths drawn, and none."""
     import cupy
 
     rng = np.random.default_rng(5)
     for lengths in ([512] * 24, [*rng.integers(0, 900, 40), 0, 3000]):
         boundaries = np.cumsum([0, *lengths])
-        q, k, v = (rng.standard_normal((boundaries[-1] + 77, 12, 128)).astype(np.float16) for _ in range(3))
+        q, k, v = (rng.standard_normal((boundaries[-1] + 77, 12, head_dim)).astype(np.float16) for _ in range(3))
         call = [cupy.asarray(x) for x in (q, k, v, boundaries, boundaries)]
         problem = describe_varlen(*call, causal=causal)[0]
         spec = next(spec for spec in KERNELS if spec.name == KERNEL)

@@ -9,6 +9,14 @@ struct alignas(16) Words {
 
 inline Words load_once(const char* address) { return *reinterpret_cast<const Words*>(address); }
 inline Words load_once_if(bool is_there, const char* address) { return is_there ? load_once(address) : Words{}; }
+inline void store_if(bool wanted, char* address, const Words& words) {
+    if (wanted) *reinterpret_cast<Words*>(address) = words;
+}
+inline void store_if(bool wanted, char* address, const float (&values)[2]) {
+    if (!wanted) return;
+    reinterpret_cast<float*>(address)[0] = values[0];
+    reinterpret_cast<float*>(address)[1] = values[1];
+}
 
 inline unsigned int lower_halves(unsigned int first, unsigned int second) { return (first & 0xffffu) | second << 16; }
 inline unsigned int upper_halves(unsigned int first, unsigned int second) {
