@@ -7,26 +7,27 @@
 
 namespace cuflash {
 
-// 64 features of a warp's 16 rows of 16-bit output, in which its lanes exchange them: neighbouring lanes then store
-// neighbouring vectors. Vector p of row r lies at p ^ r % 8.
+// 32 features of a warp's 16 rows of 16-bit output, in which its lanes exchange them: neighbouring lanes then store
+// neighbouring vectors. Vector p of row r lies at p ^ r / 2 % 4.
 struct alignas(128) StagedRows {
-    static constexpr int kVectors = 8;
+    static constexpr int kVectors = 4;
     Words rows[16][kVectors];
 
-    __device__ __forceinline__ Words& vector(int row, int place) { return rows[row][place ^ row % 8]; }
+    __device__ __forceinline__ Words& vector(int row, int place) { return rows[row][place ^ row / 2 % kVectors]; }
 };
 
 // Stores the features of rows that are finished.
 __device__ __forceinline__ void store_rows(const AttentionParams& params, Output& o, const FinishedLane& finished,
                                            StagedRows& staged, const Warp& warp) {
-    constexpr int kTiles = StagedRows::kVectors, kPasses = 4;
+    constexpr int kTiles = StagedRows::kVectors, kPasses = 2;
     const int lane = warp.lane;
     float factors[2];
     char* addresses[kPasses];
 #pragma unroll
     for (int r = 0; r < 2; ++r) factors[r] = __shfl_sync(0xffffffffu, finished.factor, row_of(r, lane));
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) addresses[pass] = address_of_lane(finished.address, pass * 4 + lane / 8);
+    for (int pass = 0; pass < kPasses; ++pass)
+        addresses[pass] = address_of_lane(finished.address, pass * 8 + lane / kTiles);
 #pragma unroll
     for (int first = 0; first < kFeatureTiles; first += kTiles) {
         __syncwarp();  // what was here has been read
@@ -45,8 +46,9 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, Output
         __syncwarp();
         Words vectors[kPasses];
 #pragma unroll
-        for (int pass = 0; pass < kPasses; ++pass) vectors[pass] = staged.vector(pass * 4 + lane / 8, lane % 8);
-        const int column = first * 8 + lane % 8 * 8;
+        for (int pass = 0; pass < kPasses; ++pass)
+            vectors[pass] = staged.vector(pass * 8 + lane / kTiles, lane % kTiles);
+        const int column = (first + lane % kTiles) * 8;
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass)
             store_if(addresses[pass] && column < params.head_dim_v, addresses[pass] + column * 2, vectors[pass]);

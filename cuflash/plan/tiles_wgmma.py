@@ -45,7 +45,7 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     query_buffers = places if max(panels, panels_v) <= 128 else 1
     elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     stages_output = tile.walks_on and query_buffers == 1 and ITEMSIZE[traits.out_dtype] == 2
-    staged, maxima, exchange = 2048 * (tile.block_m // 16 if stages_output else 1), 4 * tile.block_m, 128
+    staged, maxima, exchange = 1024 * (tile.block_m // 16 if stages_output else 1), 4 * tile.block_m, 128
     barriers = 8 * (2 * places + 2 * query_buffers + 4 * tile.stages + tile.block_m // 64)
     place = tile_map_bytes(traits, tile) + 32
     beside = staged + tile.block_m * 48 + maxima + exchange + places * place + 20 + 52 + barriers

@@ -131,16 +131,16 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
-bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
+bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
-bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 206848 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_wide, 32x128/256, grid 8192, 166144 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -168,11 +168,11 @@ float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_wgmma, 192x80x2/512, grid 1408, 145408 B, batch 0:4, D 80/80, align 16, x1
-float16 D=96, forward_wgmma, 192x80x2/512, grid 1408, 145408 B, batch 0:4, D 96/96, align 16, x1
-float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 208896 B, batch 0:4, D 128/128, align 16, x1
-float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 192/192, align 16, x1
-float16 D=192, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 192/192, align 16, x1
+float16 D=80, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 80/80, align 16, x1
+float16 D=96, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 96/96, align 16, x1
+float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
+float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
+float16 D=192, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
@@ -197,12 +197,12 @@ float16 D=512 on 86, forward_mma, 16x32/64, grid 16384, 85840 B, batch 0:4, D 51
 tf32 D=128 on 75, forward_scalar, 32x64/128, grid 8192, 60576 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x2
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
-D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 223232 B, batch 0:4, D 192/128, align 16, x1
-D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 176128 B, batch 0:4, D 64/128, align 16, x1
-D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 198656 B, batch 0:4, D 256/64, align 16, x1
+D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 231424 B, batch 0:4, D 192/128, align 16, x1
+D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 177152 B, batch 0:4, D 64/128, align 16, x1
+D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 192x80x2w/512, grid 132, 197632 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
-MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 173056 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 192x80x2w/512, grid 132, 198656 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 174080 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
@@ -210,25 +210,25 @@ points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
 points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
-no queries, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:2, D 64/64, align 16, x1
-no keys, forward_wgmma, 64x128x2/256, grid 8, 78848 B, batch 0:2, D 64/64, align 16, x2
-no batch, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:0, D 64/64, align 16, x1
-no heads, forward_wgmma, 128x128x2w/384, grid 0, 110592 B, batch 0:2, D 64/64, align 16, x1
-(B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 46080 B, batch 0:4, D 64/64, align 16, x4
-three batch axes, forward_wgmma, 64x128x2/256, grid 240, 78848 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
-batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 78848 B, batch 0:9, D 64/64, align 16, x2
+no queries, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:2, D 64/64, align 16, x1
+no keys, forward_wgmma, 64x128x2/256, grid 8, 79872 B, batch 0:2, D 64/64, align 16, x2
+no batch, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:0, D 64/64, align 16, x1
+no heads, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:2, D 64/64, align 16, x1
+(B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 47104 B, batch 0:4, D 64/64, align 16, x4
+three batch axes, forward_wgmma, 64x128x2/256, grid 240, 79872 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
+batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 79872 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
 D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
 every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
-softcap window, forward_wgmma, 64x64x2/128, grid 4096, 46080 B, batch 0:4, D 64/64, align 16, x3, 16 at once, softcap
+softcap window, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x3, 16 at once, softcap
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_mma, 128x64x2/256, grid 2048, 229584 B, batch 0:4, D 256/256, align 16, x1, bias=float16
 mask on 120, forward_mma, 128x32x2/256, grid 2048, 76704 B, batch 0:4, D 128/128, align 16, x1, mask
-sinks alibi_slopes, forward_wgmma, 128x128x2w/384, grid 132, 110592 B, batch 0:4, D 64/64, align 16, x1
-out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 104448 B, batch 0:4, D 64/64, align 16, x1, out=float32
-varlen, forward_wgmma, 64x64x2/128, grid 2208, 46080 B, D 64/64, align 16, x4, 64 at once, varlen
+sinks alibi_slopes, forward_wgmma, 128x128x2w/384, grid 132, 111616 B, batch 0:4, D 64/64, align 16, x1
+out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1, out=float32
+varlen, forward_wgmma, 64x64x2/128, grid 2208, 47104 B, D 64/64, align 16, x4, 64 at once, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, 8192 at once, varlen
 varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, 12 at once, varlen
 varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, 1 at once, varlen
