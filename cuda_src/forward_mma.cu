@@ -6,8 +6,7 @@
 //
 // Warps: each owns 16 or 32 rows from beginning to end. Scores, weights and output stay in registers, where mma.sync
 // leaves them. With 32 rows a warp reads K and V from shared memory half as often as with 16, which else is the limit.
-// There are so few warps that latency counts: addresses are kept, rows are looked up once, copies are issued between
-// products, and weights are computed beside the products of those that are there already.
+// Warps are few, so latency counts: addresses are kept, copies issued between products, weights computed beside them.
 //
 // Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.
@@ -141,7 +140,7 @@ struct Worker {
         cp_async_wait();
         const Warp warp(thread_index_again());
         const FinishedLane finished = finish_lane(params, shared.tile, shared.unit, states, shared.exchange, warp);
-        store_rows(params, shared.tile, o, finished, shared.q, warp);
+        store_rows(params, o, finished, shared.q, warp);
     }
 };
 

@@ -214,7 +214,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const Warp again(thread_index_again());
     const FinishedLane finished = finish_lane(params, place.tile, shared.unit, states, shared.exchange, again);
     if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);
-    else store_rows(params, place.tile, o, finished, shared.q[number % kQueryBuffers], again);
+    else store_rows(params, o, finished, shared.q[number % kQueryBuffers], again);
 }
 
 // All of the block's tiles of rows, while others load.

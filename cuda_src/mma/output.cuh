@@ -1,9 +1,8 @@
 // O as it starts again from zero, for mma.sync, and its rows at the end: normalised, converted and stored.
 #pragma once
 
-#include "common/epilogue.cuh"
 #include "common/total.cuh"
-#include "mma/softmax.cuh"
+#include "mma/finish.cuh"
 #include "ptx/words.cuh"
 
 namespace cuflash {
@@ -33,39 +32,6 @@ __device__ __forceinline__ void restart(Output& o, OutputTotal& total, const Row
     }
 }
 
-template <typename T>
-__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
-    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
-}
-
-// Reference and sum of the row that a lane finishes, over all of its keys.
-struct RowTotal {
-    float row_max;
-    float row_sum;
-};
-__device__ __forceinline__ RowTotal total_of_lane(const RowStates& states, Exchange& exchange, const Warp& warp) {
-    const int lane = warp.lane;
-    const RowValues maxima = states.maxima(warp);
-    RowTotal total = {};
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float sum = states.row_sum[r];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float maximum_of_row = __shfl_sync(0xffffffffu, maxima[r], lane % 8 * 4);
-        const float sum_of_row = __shfl_sync(0xffffffffu, sum, lane % 8 * 4);
-        if (lane / 8 == r) total = {maximum_of_row, sum_of_row};
-    }
-    if constexpr (kWarpsPerRow > 1) {
-        float (&sums)[kWarpsPerRow][32] = exchange[warp.group];
-        warp.wait();  // right either way: the last exchange of weights was later than the reads of Q
-        sums[warp.share][lane] = total.row_sum;
-        warp.wait();
-        total.row_sum = sums[0][lane] + sums[1][lane];
-    }
-    return total;
-}
-
 // Where the rows of 16-bit output go: each has its address behind its features, for either of the warps that share it.
 // Shuffles would do, but for those in loops the compiler gives up what it knows to be the same for all lanes.
 __device__ __forceinline__ char*& address_behind(Element (&row)[kPitchQ], const Warp& warp) {
@@ -73,8 +39,8 @@ __device__ __forceinline__ char*& address_behind(Element (&row)[kPitchQ], const 
 }
 
 // Stores the warp's features of 16-bit output, which lie in its rows of `staging` with their addresses.
-__device__ __forceinline__ void store_staged_rows(const AttentionParams& params, const TileMap& tile,
-                                                  Element (*staging)[kPitchQ], const Warp& warp) {
+__device__ __forceinline__ void store_staged_rows(const AttentionParams& params, Element (*staging)[kPitchQ],
+                                                  const Warp& warp) {
     constexpr int kVectors = kWarpFeatures / 8, kLanes = power_of_two_above(kVectors), kAtOnce = 32 / kLanes;
     constexpr int kPasses = kRowsPerWarp / kAtOnce;
     const int lane = warp.lane, own_row = lane / kLanes;
@@ -107,25 +73,6 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
     }
 }
 
-// What a lane knows of the row that it finishes: where its features go, null for none, and what they are multiplied by.
-struct FinishedLane {
-    char* address;
-    float factor;
-};
-
-// Finishes the warp's rows, one in each lane, but for their features: stores their lse.
-__device__ __forceinline__ FinishedLane finish_lane(const AttentionParams& params, const TileMap& tile,
-                                                    const LogitUnit& unit, const RowStates& states, Exchange& exchange,
-                                                    const Warp& warp) {
-    const RowTotal total = total_of_lane(states, exchange, warp);
-    const Row row = row_at(params, tile, warp.first_row + warp.lane);
-    if (warp.lane >= kRowsPerWarp || !row.valid) return {};
-    const FinishedRow finished =
-        finish_row(params, tile, row, total.row_max * unit.factor, total.row_sum * kReferenceUnit);
-    if (warp.share == 0) store_lse(params, tile, row, finished);
-    return {output_row(params, tile, row), finished.multiplier / finished.divisor * kReferenceUnit};
-}
-
 // Stores two neighbouring features of an output of float32 or float64; `row` may be null.
 __device__ __forceinline__ void store_pair(const AttentionParams& params, char* row, int column,
                                            const float (&values)[2]) {
@@ -136,8 +83,8 @@ __device__ __forceinline__ void store_pair(const AttentionParams& params, char* 
 
 // Stores the features of rows that are finished, `rows` being those of Q: 16-bit output passes through them, so that
 // neighbouring lanes store neighbouring vectors.
-__device__ __forceinline__ void store_rows(const AttentionParams& params, const TileMap& tile, Output& o,
-                                           const FinishedLane& finished, Element (*rows)[kPitchQ], const Warp& warp) {
+__device__ __forceinline__ void store_rows(const AttentionParams& params, Output& o, const FinishedLane& finished,
+                                           Element (*rows)[kPitchQ], const Warp& warp) {
     if constexpr (!kHasValues) return;
     const int lane = warp.lane;
     __syncwarp();  // right either way: shuffles and the exchange come before
@@ -158,7 +105,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, const 
     }
     if constexpr (sizeof(OutElement) == 2) {
         if (lane < kRowsPerWarp) address_behind(staging[lane], warp) = finished.address;
-        store_staged_rows(params, tile, staging, warp);
+        store_staged_rows(params, staging, warp);
     }
 }
 
