@@ -57,7 +57,7 @@ struct RowWarp {
     KeySource source;
     KeptWalk walk;
     int number;  // of the tile of rows
-    int begin;   // number of the first tile of keys
+    int before;  // number of the block's first tile of keys
     LogitUnit unit;
     float multiplier;  // makes bits of logits
 
@@ -118,17 +118,17 @@ struct RowWarp {
     }
 
     // The first tile: its weights.
-    __device__ __forceinline__ void first(Weights& weights) {
-        ScoreTile tile = prepare(begin);
+    __device__ __forceinline__ void first(int i, Weights& weights) {
+        ScoreTile tile = prepare(i);
         RowValues factors;
-        source.wait_for_keys(begin);
+        source.wait_for_keys(i);
         source.see();
-        source.begin_products(begin);
+        source.begin_products(i);
         wgmma_fence();
-        issue_scores(begin, tile.scores);
-        source.end_products<true>(begin);
+        issue_scores(i, tile.scores);
+        source.end_products<true>(i);
         wgmma_wait<0>(tile.scores[0]);
-        source.release_keys(begin);
+        source.release_keys(i);
         find_logits(tile, factors);  // there is no output to follow them
         weigh(tile, 0), weigh(tile, 1);
         round_weights(weights, tile.scores);
@@ -155,8 +155,8 @@ struct RowWarp {
         wgmma_wait<0>(o[0]);  // not in a branch: all warps of a warpgroup wait together
         if (outgrown) rescale(o, factors);
         source.release_values(i - 1);
-        if ((i - begin) % kTilesPerSum == 0) {
-            if (i - begin > kTilesPerSum) add_total(o, total, tile.maxima, multiplier);
+        if ((i - before) % kTilesPerSum == 0) {
+            if (i - before > kTilesPerSum) add_total(o, total, tile.maxima, multiplier);
             restart(o, total, tile.maxima);
         }
         weigh(tile, 1);
@@ -170,9 +170,22 @@ struct RowWarp {
         issue_output(i, weights);
         wgmma_wait<0>(o[0]);
         source.release_values(i);
-        if (i - begin >= kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
+        if (i - before >= kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
     }
 };
+
+// Tiles of keys that none of a warpgroup's rows sees: others multiply by them.
+__device__ __forceinline__ void pass_by(KeySource& source, int i, int end) {
+#pragma unroll 1
+    for (; i < end; ++i) {
+        source.wait_for_keys(i);
+        source.begin_products(i);
+        source.end_products<false>(i);
+        source.release_keys(i);
+        source.wait_for_values(i);
+        source.release_values(i);
+    }
+}
 
 // From the queries of a warpgroup's rows to their output.
 __device__ __forceinline__ void attend(const AttentionParams& params, SharedTiles& shared, int number, int group) {
@@ -186,31 +199,29 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     KeySource source(params, shared, place, group);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     source.wait_for_queries(number);
-    if (num_tiles > 0) {
-        const int begin = kPlaces > 1 ? uniform(place.keys_before) : 0, end = begin + num_tiles;
-        RowWarp own = {params,
-                       shared,
-                       place,
-                       states,
-                       o,
-                       source,
-                       WalkKeeper<kKeepWalk>::keep(place.walk, begin),
-                       number,
-                       begin,
-                       shared.unit,
-                       shared.unit.multiplier};
+    const int before = kPlaces > 1 ? uniform(place.keys_before) : 0;
+    int i = before, end = before + num_tiles;
+    KeptWalk walk = WalkKeeper<kKeepWalk>::keep(place.walk, before);
+    if (passes_by(params)) {
+        place.narrow(group, walk, i, end);
+        pass_by(source, before, i);
+    }
+    if (i < end) {
+        RowWarp own = {
+            params, shared, place, states, o, source, walk, number, before, shared.unit, shared.unit.multiplier};
         OutputTotal total;
         Weights weights;
-        own.first(weights);
-        int i = begin + 1;
+        own.first(i, weights);
 #pragma unroll 1
-        for (; i < end; ++i) own.turn(i, weights, total);
+        for (++i; i < end; ++i) own.turn(i, weights, total);
         source.release_queries(number);
         own.last(i - 1, weights, total);
         barrier_wait(1 + group_of_thread(), kGroupThreads);  // nobody multiplies by queries any more
     } else {
         source.release_queries(number);
     }
+    // right either way: there are none left
+    if (passes_by(params)) pass_by(source, i, uniform(place.end()));
     const Warp again(thread_index_again());
     const FinishedLane finished = finish_lane(params, place.tile, shared.unit, states, shared.exchange, again);
     if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);

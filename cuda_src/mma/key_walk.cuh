@@ -21,6 +21,12 @@ struct KeyWalk {
     __device__ __forceinline__ long long first_key(int index) const {
         return begin + static_cast<long long>(num_tiles - 1 - index) * kBlockN;
     }
+    // Number of the first tile whose keys all lie in front of one, or of the one behind the last.
+    __device__ __forceinline__ int behind(long long key) const {
+        const long long in_front = max(key - begin, 0LL) / kBlockN;
+        // right either way: it only keeps the cast in range
+        return num_tiles - static_cast<int>(min(in_front, static_cast<long long>(num_tiles)));
+    }
     // Whether some row may not see all keys of a tile.
     // right either way: what is seen is not hidden
     __device__ __forceinline__ bool at_edge(int index) const { return (index < inner_begin) | (index >= inner_end); }

@@ -49,8 +49,59 @@ __device__ __forceinline__ bool map_half(const AttentionParams& params, int half
     else return map_dense_tile(params, at, 0, tile, keys);
 }
 
+// Of three warpgroups each passes by tiles of keys that none of its rows sees. Of two it does not: one that multiplies
+// alone is faster than other blocks, which then read the same keys from memory once more. At 64 features it costs more
+// than it saves.
+constexpr bool kPassesBy = kWalksOn && kConsumers == 3 && kHeadDim > 64;
+
+__device__ __forceinline__ bool passes_by(const AttentionParams& params) {
+    // right either way: keys that nobody sees are hidden
+    return kPassesBy && (params.window_left < kOpenWindow || params.window_right < kOpenWindow);
+}
+
+// Of the tiles of keys that a block walks through, those that the rows of each warpgroup see.
+template <bool kAreThere>
+struct GroupWalks {
+    __device__ __forceinline__ void find_parts(const AttentionParams&, const TileExtent&, const KeyWalk&) {}
+    __device__ __forceinline__ void narrow(int, KeptWalk&, int&, int&) const {}
+};
+template <>
+struct GroupWalks<true> {
+    struct Part {
+        int begin, end;
+        int inner_begin, inner_end;  // those that all of its rows see
+    };
+    Part parts[kConsumers];
+
+    // Called by all lanes of a warp, of which the first one has found what the block walks through.
+    __device__ __forceinline__ void find_parts(const AttentionParams& params, const TileExtent& tile,
+                                               const KeyWalk& walk) {
+        __syncwarp();
+        const int group = thread_index_again() % 32;
+        if (group >= kConsumers) return;
+        // right either way: rows behind the last are nobody's
+        const int first_row = 64 * group, last_row = min(first_row + 63, tile.num_rows - 1);
+        parts[group] = {};
+        // right either way: rows behind the last are nobody's
+        if (first_row > last_row) return;
+        const KeyRange first = visible_keys(params, tile, find_row(params, tile, first_row).query);
+        const KeyRange last = visible_keys(params, tile, find_row(params, tile, last_row).query);
+        parts[group] = {walk.behind(last.end + kBlockN - 1), walk.behind(first.begin), walk.behind(first.end),
+                        walk.behind(last.begin + kBlockN - 1)};
+    }
+    // Leaves a warpgroup's part of a walk, whose tiles are numbered from `begin` to `end`.
+    __device__ __forceinline__ void narrow(int group, KeyWalk& walk, int& begin, int& end) const {
+        const Part& part = parts[group];
+        walk.inner_begin = begin + part.inner_begin, walk.inner_end = begin + part.inner_end;
+        const int own_end = begin + uniform(part.end);
+        walk.begin += static_cast<long long>(end - own_end) * kBlockN;
+        walk.num_tiles = end = own_end;
+        begin += uniform(part.begin);
+    }
+};
+
 // Where a tile of rows lies, and the keys that they see.
-struct Place {
+struct Place : GroupWalks<kPassesBy> {
     TileMap tile;
     KeyWalk walk;
     int next;         // half of a pair that the block goes on with; 0: none
@@ -58,20 +109,21 @@ struct Place {
 
     // Whether there was no tile left.
     __device__ __forceinline__ bool is_empty() const { return kVarlen && tile.num_rows == 0; }
+    // Numbers of the tiles of keys, counted through all tiles of rows.
     __device__ __forceinline__ int begin() const { return kWalksOn ? keys_before : 0; }
+    __device__ __forceinline__ int end() const { return begin() + walk.num_tiles; }
     // Called by all threads of a warp.
     __device__ __forceinline__ void find(const AttentionParams& params, int half, int new_keys_before,
                                          Segment& of_pair) {
         TileKeys keys;
         int next_half = 0;
         if (kWalksOn && kVarlen && thread_index_again() % 32 == 0) tile.num_rows = 0, next = 0;
-        if constexpr (kWalksOn) {
-            if (!map_half(params, half, of_pair, tile, keys, next_half)) return;
-        } else {
-            if (!map_block(params, tile, keys)) return;
-        }
-        walk = key_walk(keys);
-        next = next_half, keys_before = new_keys_before;
+        bool found;
+        if constexpr (kWalksOn) found = map_half(params, half, of_pair, tile, keys, next_half);
+        else found = map_block(params, tile, keys);
+        if (found) walk = key_walk(keys), next = next_half, keys_before = new_keys_before;
+        // right either way: nobody asks for them
+        if (passes_by(params)) find_parts(params, tile, walk);
     }
 };
 

@@ -87,7 +87,8 @@ class _Prepared:
         in_place = _as_rows(out, self._rows_of_out) if out.dtype == dtype else None
         product = scratch.take("product", self._rows_of_out, dtype) if in_place is None else in_place
         scores.apply(v, product)
-        if dtype.itemsize == 4 and not isfinite(np.vdot(product, product)):
+        # A sum is finite only if all of it is; one that is not may also be of large numbers.
+        if dtype.itemsize == 4 and not isfinite(np.add.reduce(product, axis=None)):
             overflowed = ~np.logical_and.reduce(np.isfinite(product), axis=-1)
             bad = overflowed if bad is None else bad | overflowed
         if not self._means:

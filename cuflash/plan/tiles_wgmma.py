@@ -46,8 +46,9 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     stages_output = tile.walks_on and query_buffers == 1 and ITEMSIZE[traits.out_dtype] == 2
     staged, maxima, exchange = 1024 * (tile.block_m // 16 if stages_output else 1), 4 * tile.block_m, 128
+    passes_by = tile.walks_on and tile.block_m == 192 and panels > 64  # kPassesBy of wgmma/place.cuh
     barriers = 8 * (2 * places + 2 * query_buffers + 4 * tile.stages + tile.block_m // 64)
-    place = tile_map_bytes(traits, tile) + 32
+    place = tile_map_bytes(traits, tile) + 32 + (48 if passes_by else 0)
     beside = staged + tile.block_m * 48 + maxima + exchange + places * place + 20 + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 

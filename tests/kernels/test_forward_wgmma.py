@@ -26,17 +26,22 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
     "groups in one tile": ((16, 4, 40, 16), (16, 1, 260, 16), {}),
     "window": ((8, 260, 128), (8, 400, 128), {"window": (70, 3), "query_offset": 100}),
     "rows that see nothing": ((7, 300, 24), (7, 150, 24), {"causal": True, "query_offset": -140}),
+    "parts of a tile": ((7, 300, 72), (7, 150, 72), {"causal": True, "query_offset": -240}),
     "other layout": ((8, 140, 96), (8, 140, 96), {"softcap": 30.0, "sinks": np.arange(8, dtype=np.float32)}),
     "wide": ((6, 190, 200), (6, 190, 200), {"causal": True}),
     "wide keys": ((7, 150, 136), (7, 110, 136), {"causal": True, "query_offset": -140}),
     "wide values": ((16, 4, 40, 72), (16, 1, 100, 72), {}),
 }
-TILES = {"window": "192x80x2w", "other layout": "192x64x2w"} | dict.fromkeys(
-    ("wide", "wide keys", "wide values"), "128x64x2w"
-)
+TILES = {
+    **dict.fromkeys(("window", "parts of a tile"), "192x80x2w"),
+    "other layout": "192x64x2w",
+    **dict.fromkeys(("wide", "wide keys", "wide values"), "128x64x2w"),
+}
 """Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
 WIDTHS = (64, "192x80x2w"), (96, "192x64x2w"), (128, TILE), (128, "192x80x2w"), (192, "128x96x2w"), (256, "128x64x2w")
 """Head dimensions, and tiles that a GPU is to walk on with; the fourth has no registers for results in float32."""
+PACKED = (32, TILE), (72, "192x80x2w")
+"""The same for packed sequences on the CPU: one tile whose warpgroups see all of its keys, one in which they do not."""
 VALUES = {"wide keys": 72, "wide values": 136}
 """Features of values, where these have others than keys."""
 
@@ -50,7 +55,8 @@ def walks(emulator: Emulator) -> None:
     device = emulator.device._replace(num_multiprocessors=3)
     for name in SHAPES:
         _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), name)
-    _walk_packed(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources), 32)
+    for head_dim, tile in PACKED:
+        _walk_packed(Emulator(KERNEL, tile, device, emulator.seed, emulator.sources), head_dim)
 
 
 def _walk(emulator: Emulator, name: str) -> None:
@@ -78,7 +84,7 @@ def _walk_packed(emulator: Emulator, head_dim: int) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-@pytest.mark.parametrize(("head_dim", "tile"), [(32, TILE), (136, "128x64x2w")])
+@pytest.mark.parametrize(("head_dim", "tile"), [*PACKED, (136, "128x64x2w")])
 def test_blocks_walk_on_through_packed_sequences(head_dim: int, tile: str) -> None:
     emulator = Emulator(KERNEL, tile)
     emulator.device = emulator.device._replace(num_multiprocessors=3)
