@@ -14,6 +14,10 @@ KEYS_PER_ROW = 8
 """With more keys for each row of a head, keys are the last axis of the scores in memory."""
 MANY_KEYS = 256
 """More keys than these are reduced in two steps; the error of longer sums would grow with them."""
+FEW_RESULTS = 500
+"""While it multiplies stacks of matrices for so few results NumPy keeps the interpreter's lock, however long it takes."""
+LONG_PRODUCT = 2**16
+"""Multiplications (about 10 us) for which others would wait for the lock."""
 MAX_VIEWS = 64
 """Of a thread's memory, to be found again."""
 
@@ -133,6 +137,10 @@ class Scores:
 
     def apply(self, v: Array, out: Array) -> None:
         """Multiply the weights by values (*lead, keys, Dv)."""
+        if out.size <= FEW_RESULTS and out[..., 0, 0].size * LONG_PRODUCT <= self.flat.size * v.shape[-1]:
+            for head in np.ndindex(v.shape[:-2]):
+                out[head] = np.dot(self._matrix[head], v[head])
+            return
         # A product of matrices takes some 30 ns to begin with.
         multiply = np.multiply if v.shape[-2] == 1 else np.matmul
         multiply(self._matrix, v, out=out)

@@ -412,6 +412,24 @@ def test_small_queries_of_large_keys() -> None:
         np.testing.assert_allclose(lse, reference.attention(q, k, v, **options)[1], rtol=2e-6, atol=2e-6)
 
 
+@dtypes
+@pytest.mark.parametrize("shape", [(8, 1), (3, 2), (2, 2, 1), (1, 7)], ids=str)
+def test_few_rows_of_many_keys(shape: tuple[int, ...], dtype: Any) -> None:
+    """Long products of few results, which are multiplied head by head."""
+    *heads, rows = shape
+    rng = np.random.default_rng(7)
+    q, k, v = (rng.standard_normal((*heads, n, 32)).astype(dtype) for n in (rows, 3000, 3000))
+    for options in ({}, {"mask": rng.random((rows, 3000)) < 0.5}, {"causal": True}):
+        expected, expected_lse = reference.attention(q, k, v, **options)
+        eps = float(ml_dtypes.finfo(dtype).eps)
+        for order in (range(q.ndim), (q.ndim - 2, *range(q.ndim - 2), q.ndim - 1)):
+            out = np.empty(tuple(q.shape[i] for i in order), dtype).transpose(np.argsort(order))
+            result, lse = cuflash.attention(q, k, v, out=out, return_lse=True, **options)
+            assert result is out
+            np.testing.assert_allclose(out.astype(np.float64), expected, atol=4 * eps)
+            np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+
+
 @wide_dtypes
 def test_a_repeated_call_gives_the_same_bits(dtype: Any) -> None:
     rng = np.random.default_rng(5)
