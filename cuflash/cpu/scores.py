@@ -15,7 +15,7 @@ KEYS_PER_ROW = 8
 MANY_KEYS = 256
 """More keys than these are reduced in two steps; the error of longer sums would grow with them."""
 FEW_RESULTS = 500
-"""While it multiplies stacks of matrices for so few results NumPy keeps the interpreter's lock, however long it takes."""
+"""NumPy keeps the interpreter's lock while it multiplies stacks of matrices for so few results."""
 LONG_PRODUCT = 2**16
 """Multiplications (about 10 us) for which others would wait for the lock."""
 MAX_VIEWS = 64
