@@ -137,7 +137,7 @@ class Scores:
 
     def apply(self, v: Array, out: Array) -> None:
         """Multiply the weights by values (*lead, keys, Dv)."""
-        if out.size <= FEW_RESULTS and out[..., 0, 0].size * LONG_PRODUCT <= self.flat.size * v.shape[-1]:
+        if out.size <= FEW_RESULTS and prod(v.shape[:-2]) * LONG_PRODUCT <= self.flat.size * v.shape[-1]:
             for head in np.ndindex(v.shape[:-2]):
                 out[head] = np.dot(self._matrix[head], v[head])
             return

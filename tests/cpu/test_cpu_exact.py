@@ -428,6 +428,7 @@ def test_few_rows_of_many_keys(shape: tuple[int, ...], dtype: Any) -> None:
             assert result is out
             np.testing.assert_allclose(out.astype(np.float64), expected, atol=4 * eps)
             np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
+        np.testing.assert_allclose(cuflash.attention_lse(q, k, **options), expected_lse, rtol=1e-5)
 
 
 @wide_dtypes
