@@ -103,7 +103,7 @@ __device__ __forceinline__ unsigned int thread_of_loader() { return thread_index
 
 // For a tile of rows.
 __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedTiles& shared, const Place& place) {
-    const int begin = place.begin(), end = begin + place.walk.num_tiles;
+    const int begin = place.begin(), end = place.end();
     if (begin == end) return;
     KeyLoader loader(params, shared, place, thread_of_loader());
     loader.load_next<false>(begin, place.walk.last_keys);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void load_all_keys(const AttentionParams& params, Sha
             shared.loaded_queries.arrive_with_copies(number);
         }
         load_keys(params, shared, place);
-        const int half = place.next, keys_before = place.keys_before + place.walk.num_tiles;
+        const int half = place.next, keys_before = place.end();
         if (!kWalksOn || half == 0) return;
         shared.placed.release_read(number);
         if (thread_of_loader() < 32) {
