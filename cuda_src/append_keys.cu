@@ -50,9 +50,9 @@ __device__ __forceinline__ void append_keys(const AttentionParams& params) {
         if (!found.exists(params)) return;
         target += found.offset(to.strides);
     } else {
-        target += batch * to.strides.batch[kBatchAxes - 1] + key * to.strides.row;
+        target += batch * to.strides.batch + key * to.strides.row;
     }
-    const char* source = to.added + batch * to.added_strides.batch[kBatchAxes - 1];
+    const char* source = to.added + batch * to.added_strides.batch;
     source += head * to.added_strides.head + row * to.added_strides.row;
     copy_row(source, to.added_strides.column, const_cast<char*>(target), to.strides.column, to.num_features);
 }

@@ -33,6 +33,16 @@ struct RowInfo {
     LogitRow logit;
 };
 
+// Called by all threads of a block.
+__device__ __forceinline__ void look_up_row(const AttentionParams& params, const TileMap& tile, const KeyRange& seen,
+                                            RowInfo (&rows)[kBlockM]) {
+    // right either way: but rows of no sequence may have no slope
+    if (threadIdx.x >= kBlockM || seen.begin >= seen.end) return;
+    RowInfo& info = rows[threadIdx.x];
+    info.visible = visible_keys(params, tile, find_row(params, tile, threadIdx.x).query);
+    if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
+}
+
 struct SharedTiles {
     SharedQueries q;
     TeamShares shares;
@@ -160,50 +170,42 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     const Place place(threadIdx.x);
     const KeyRange& seen = shared.keys.any;
     const Reader reader = {params, tile, seen, place};
-    const LoadedQueries queries(params, tile, place);
-    if (threadIdx.x < kBlockM && seen.begin < seen.end) {  // rows of no sequence may have no slope
-        RowInfo& info = shared.rows[threadIdx.x];
-        info.visible = visible_keys(params, tile, find_row(params, tile, threadIdx.x).query);
-        if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
-    }
+    send_for_queries(params, tile, place, shared.q);
     Keys k;
     Values v;
     OnlineSoftmax<kRows> softmax;
     Output o = {};
     // Which warp has a key depends on the key alone, so that a row is summed up alike wherever its block begins.
-    long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share - kTeam) * kBlockN;
-    int turn = 0;
+    long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share) * kBlockN;
     Places places = {}, ahead = {};  // of this step, and of the next one
-    // right either way: nobody reads the places of keys that are not there
-    if (seen.begin < seen.end) ahead = reader.find(n_begin + kTeam * kBlockN);
-    // One turn more than there are steps: the first one only sends for keys.
-    bool is_step = unknown(0) != 0;  // else the compiler would write out that turn
+    const bool has_keys = n_begin < seen.end;
+    if (has_keys) {
+        places = reader.find(n_begin);
+        reader.load_keys(k, n_begin, places);
+        if constexpr (kBothAhead) reader.load_values(v, n_begin, places);
+    }
+    look_up_row(params, tile, seen, shared.rows);
+    cp_async_wait();
+    __syncthreads();
+    // It ends where keys do, not where they are sent for: they would stay in their registers meanwhile.
 #pragma unroll 1
-    while (true) {
-        const long long next = n_begin + kTeam * kBlockN;
-        const bool has_next = next < seen.end;
+    while (has_keys) {
+        constexpr long long kStep = kTeam * kBlockN;
+        ahead = reader.find(n_begin + kStep);
         Scores scores = {};
         RowValues correction;
         Weights weights;
-        if (is_step) score(shared.q, k, place, scores);
-        if (kBothAhead && has_next) reader.load_keys(k, next, ahead);
-        if (is_step) {
-            if constexpr (kPair > 1) add_other_half(shared.pairs, turn ^= 1, place, scores);
-            if (!kBothAhead) reader.load_values(v, n_begin, places);
-            scores_to_logits(params, shared, n_begin, place, scores);
-            weigh(softmax, scores, weights, correction);
-            accumulate(v, weights, correction, o);
-        }
-        if (!is_step) {
-            queries.store(shared.q, place);
-            __syncthreads();
-            is_step = true;
-        }
-        if (!has_next) break;
-        if constexpr (kBothAhead) reader.load_values(v, next, ahead);
-        else reader.load_keys(k, next, ahead);
-        n_begin = next, places = ahead;
-        ahead = reader.find(n_begin + kTeam * kBlockN);
+        score(shared.q, k, place, scores);
+        if (kBothAhead && n_begin + kStep < seen.end) reader.load_keys(k, n_begin + kStep, ahead);
+        if constexpr (kPair > 1) add_other_half(shared.pairs, (n_begin & kStep) != 0, place, scores);
+        if constexpr (!kBothAhead) reader.load_values(v, n_begin, places);
+        scores_to_logits(params, shared, n_begin, place, scores);
+        weigh(softmax, scores, weights, correction);
+        accumulate(v, weights, correction, o);
+        n_begin += kStep, places = ahead;
+        if (n_begin >= seen.end) break;
+        if constexpr (kBothAhead) reader.load_values(v, n_begin, places);
+        else reader.load_keys(k, n_begin, places);
     }
     const int num_rows = tile.num_rows;
     shared.shares.store(place, num_rows, softmax, o);

@@ -20,6 +20,7 @@
 #include "common/params.cuh"
 #include "common/store.cuh"
 #include "ptx/overlap.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
@@ -135,9 +136,10 @@ struct RowParts {
         const char* const address = lse(part);
         return {load_bits<Accumulator>(address), load_bits<Accumulator>(address + params.lses_column_stride)};
     }
-    // What is known of it when it is there: a logarithm alone stands for itself, once.
+    // What is known of it when it is there: a logarithm alone stands for itself, once. Unknown: else the compiler would
+    // ask for it in front of a loop, and wait there.
     __device__ __forceinline__ ExponentialSum of_loaded(ExponentialSum sum) const {
-        return {sum.largest, params.lses_column_stride == 0 ? 1 : sum.sum};
+        return {sum.largest, unknown(params.lses_column_stride == 0) ? 1 : sum.sum};
     }
     // kVector features of a part, whose row is given, from `column` on; zeros behind the last.
     __device__ __forceinline__ Elements16 features(const char* row, int part, int column) const {
@@ -163,17 +165,17 @@ struct Features {
 
     // Of parts from `first` on; behind the last one, those of the last.
     __device__ __forceinline__ Features(const RowParts& parts, int first, int first_column) {
-        int part = min(first, parts.num_parts - 1);
-        const char* row = parts.out(part);
+        const int last = parts.num_parts - 1;
+        first = min(first, last);
+        const char* const first_row = parts.out(first);
 #pragma unroll
         for (int i = 0; i < kPartsAtOnce; ++i) {
+            const int part = min(first + i, last);
+            const char* row = first_row + static_cast<unsigned int>(part - first) * parts.params.outs_part_stride;
+            if constexpr (!kStacked) row = parts.out(part);
 #pragma unroll
             for (int v = 0; v < kVectors; ++v)
                 of[i][v] = parts.features(row, part, first_column + v * kLanesPerRow * kVector);
-            const bool has_next = first + i + 1 < parts.num_parts;
-            part += has_next;
-            if constexpr (kStacked) row += has_next ? parts.params.outs_part_stride : 0;
-            else row = parts.out(part);
         }
     }
 };
@@ -302,7 +304,11 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
     const bool stores = member == 0 && row < params.num_rows;
     const RowParts parts(params, place);
     char* const out = params.out + place.offset(params.out_strides);
-    prefetch(parts.first_out + lane * kVector * sizeof(Element)), prefetch(parts.first_lse), prefetch(out);
+    // right either way: addresses are found later
+    if (member * kPartsPerTurn < parts.num_parts)
+        prefetch(parts.out(member * kPartsPerTurn) + lane * kVector * sizeof(Element));
+    if (lane < parts.num_parts) prefetch(parts.lse(lane));  // right either way: the address is found later
+    prefetch(out);
     wait_for_launch_before();
     ExponentialSum total;
     int column = 0;  // the first one of all lanes

@@ -60,8 +60,10 @@ __device__ __forceinline__ void prepare_pairs(const AttentionParams& params, Sha
     const long long batch = divide(plane, num_heads), head = plane - batch * num_heads;
     const long long row = (blockIdx.x - (is_v ? num_blocks : 0) - plane * num_tiles) * kBlockN;
     const Strides& strides = is_v ? params.v_strides : params.k_strides;
-    const char* array = batch_address(params, is_v ? params.v : params.k, strides, batch);
-    array += head * strides.head + row * strides.row;
+    const Divided index(static_cast<unsigned int>(batch), params.batch_shape);
+    const char* array = (is_v ? params.v : params.k) + index.rest * strides.batch;
+    array = outer_address(params, array, is_v ? kArrayV : kArrayK, index.quotient) + head * strides.head +
+            row * strides.row;
     const long long first = plane * params.seqlen_k + row;
     char* const k = const_cast<char*>(params.prepared_k) + first * prepared_bytes(kHeadDim);
     char* const v = const_cast<char*>(params.prepared_v) + first * prepared_bytes(kHeadDimV);

@@ -9,13 +9,13 @@ namespace cuflash {
 // cache has one leading axis.
 __device__ __forceinline__ long long cached_keys(const AttentionParams& params, long long batch) {
     if constexpr (!kHasLengths) return params.seqlen_k - params.seqlen_new;
-    const char* address = params.seqlens_k + batch * params.seqlens_k_strides.batch[kBatchAxes - 1];
+    const char* address = params.seqlens_k + batch * params.seqlens_k_strides.batch;
     return min(max(load_integer(address, params.seqlens_k_size), 0LL), params.seqlen_k);
 }
 
 // Where a batch's entries of the page table begin.
 __device__ __forceinline__ const char* pages_of(const AttentionParams& params, long long batch) {
-    return params.page_table + batch * params.page_table_strides.batch[kBatchAxes - 1];
+    return params.page_table + batch * params.page_table_strides.batch;
 }
 
 // The page that holds a key, as a batch's entries say, and its place in that page.
@@ -32,7 +32,7 @@ struct PagedKey {
         return 0 <= page && page < params.num_pages;
     }
     __device__ __forceinline__ long long offset(const Strides& strides) const {
-        return page * strides.batch[kBatchAxes - 1] + place * strides.row;
+        return page * strides.batch + place * strides.row;
     }
 };
 

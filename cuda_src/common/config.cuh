@@ -125,6 +125,8 @@ constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;
 constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
 constexpr bool kHasSoftcap = kSoftcapDegree != 0;
+constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;  // to scaled scores
+constexpr bool kHasRowTerms = kAddsTerms || kHasMask;      // logits need more than their scores
 constexpr bool kVarlen = CUFLASH_VARLEN;
 constexpr bool kHasLengths = CUFLASH_SEQLENS_K;
 constexpr bool kPaged = CUFLASH_PAGED;

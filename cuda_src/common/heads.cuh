@@ -7,6 +7,9 @@
 
 namespace cuflash {
 
+// Whether the call has one more logit per head.
+__device__ __forceinline__ bool has_sink_per_head(const AttentionParams& params) { return params.sinks != nullptr; }
+
 // Where the values of a tile's heads are; those of a head are named by its number, relative to the tile's first.
 struct HeadValues {
     const char* alibi_slopes;

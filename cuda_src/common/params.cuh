@@ -1,5 +1,8 @@
 // The run-time arguments of the forward kernels, one struct passed by value. cuflash/gpu/arguments.py packs each field
 // by its name.
+//
+// What blocks of all calls look at before they load lies close together: a warp waits 66 clocks for each line of 64
+// bytes, or 130 if four do, as every launch finds the cache of arguments empty.
 #pragma once
 
 #include "common/config.cuh"
@@ -8,14 +11,20 @@
 namespace cuflash {
 
 constexpr int kBatchAxes = 4;
+constexpr int kStridedArrays = 14;  // of those below
 
-// Bytes from element to element. Axes that an array lacks have stride 0. `row` is the query or key axis, `column` the
-// feature (for bias and mask: the key) axis.
+// Bytes from element to element. Axes that an array lacks have stride 0. `batch` is the last of the leading axes, `row`
+// the query or key axis, `column` the feature (for bias and mask: the key) axis.
 struct Strides {
-    long long batch[kBatchAxes];
+    long long batch;
     long long head;
     long long row;
     long long column;
+};
+
+// Those of the leading axes in front of the last one.
+struct OuterStrides {
+    long long axes[kBatchAxes - 1];
 };
 
 struct AttentionParams {
@@ -39,7 +48,7 @@ struct AttentionParams {
     const char* prepared_v;
 
     Strides q_strides;
-    Strides k_strides;  // of pages: from one to the next as along the last batch axis
+    Strides k_strides;  // of pages: from one to the next as along the last leading axis
     Strides v_strides;
     Strides out_strides;
     Strides lse_strides;
@@ -52,6 +61,7 @@ struct AttentionParams {
     Strides page_table_strides;  // from entry to entry as from head to head
     Strides k_new_strides;
     Strides v_new_strides;
+
     long long seqlen_q;  // packed sequences: tokens in all
     long long seqlen_k;  // of a cache with lengths of its own: what it has room for
     long long query_offset_value;
@@ -66,18 +76,12 @@ struct AttentionParams {
     long long split_size;  // keys of each of them, counted from key 0; 0: those that the tile sees are shared out
     long long out_split_stride;
     long long lse_split_stride;
-    long long cu_seqlens_q_stride;
-    long long cu_seqlens_k_stride;
-    long long num_sequences;  // packed sequences only
-    Divisor seqlen_new;       // keys that are appended to a cache
-    long long num_pages;      // of a cache
-    Divisor page_size;
 
-    Divisor batch_shape[kBatchAxes];
+    Divisor batch_shape;    // of the last leading axis
     Divisor group_size;     // query heads per key head
     Divisor packed_heads;   // query heads that share a tile: 1 or group_size
     Divisor head_tiles;     // tiles that hold one query of each head
-    long long num_batches;  // product of batch_shape; packed sequences: 1
+    long long num_batches;  // of all leading axes; packed sequences: 1
     long long window_left;
     long long window_right;
 
@@ -95,6 +99,15 @@ struct AttentionParams {
     int page_table_size;
     int cu_seqlens_q_size;
     int cu_seqlens_k_size;
+
+    Divisor outer_shape[kBatchAxes - 1];
+    long long cu_seqlens_q_stride;
+    long long cu_seqlens_k_stride;
+    long long num_sequences;  // packed sequences only
+    Divisor seqlen_new;       // keys that are appended to a cache
+    long long num_pages;      // of a cache
+    Divisor page_size;
+    OuterStrides outer_strides[kStridedArrays];
 };
 
 }  // namespace cuflash

@@ -57,7 +57,7 @@ struct PreparedRow<true> {
 };
 
 // The same with the arrays. Addresses point at the batch, the first head and the first token of the sequence; those of
-// arrays that the call has not are null, as their strides are 0.
+// arrays that the call has not are null, or nothing where no call of the build has them.
 struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared> {
     const char* q;
     const char* k;
@@ -68,8 +68,8 @@ struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared> {
     const char* mask;
     HeadValues per_head;
 };
-constexpr int kTileArrays = 9;  // their addresses, in the order of AttentionParams, and two of them
-constexpr int kTileArrayK = 1, kTileArrayV = 2, kTileArrayOut = 3, kTileArrayLse = 4;
+// Numbers of arrays, in the order of AttentionParams; those of a tile come first.
+constexpr int kArrayK = 1, kArrayV = 2, kArrayOut = 3, kArrayLse = 4, kLastTileArray = 8, kArrayQueryOffset = 9;
 
 // Query and head (relative to the tile's first) of one tile row.
 struct Row {

@@ -79,7 +79,7 @@ __device__ __forceinline__ bool fill_tile(const AttentionParams& params, LaneArr
     static_cast<TileExtent&>(tile) = extent;
     keys = keys_of_tile;
     // One more logit per row, not per split; rows that belong to no sequence have none.
-    if (split != 0 || !is_sequence) tile.per_head.leave_out_sink();
+    if (!has_sink_per_head(params) || split != 0 || !is_sequence) tile.per_head.leave_out_sink();
     if constexpr (kPrepared) {
         const unsigned int heads_before =
             kVarlen ? 0 : place.batch * static_cast<unsigned int>(params.head_tiles * params.packed_heads);

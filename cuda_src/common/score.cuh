@@ -7,8 +7,6 @@
 
 namespace cuflash {
 
-constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;   // to scaled scores
-constexpr bool kHasRowTerms = kAddsTerms || kHasMask;       // logits need more than their scores
 constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;  // logits are scores times the scale
 constexpr bool kOnlySlopes = kHasAlibi && kBiasDtype == 0 && !kHasMask && !kHasSoftcap;  // beside the scale
 

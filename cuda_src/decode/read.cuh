@@ -3,44 +3,32 @@
 
 #include "common/mask.cuh"
 #include "decode/layout.cuh"
+#include "ptx/cp_async.cuh"
 
 namespace cuflash {
 
-// Queries, as a lane of any warp multiplies them.
+// Queries, as a lane of any warp multiplies them: words of its two rows by turns.
 using SharedQueries = Words[kHeadDim / 32][2][32];
 
-// The part of them that a warp has sent for.
-struct LoadedQueries {
-    static constexpr int kVectors = kHeadDim / 32, kWarps = kThreads / 32, kCount = (kVectors + kWarps - 1) / kWarps;
-    Words rows[kCount][kRows];
-
-    __device__ __forceinline__ LoadedQueries(const AttentionParams& params, const TileMap& tile, const Place& place) {
-        const char* addresses[kRows];
+// Sends for them, each warp for some. Features and rows behind the last are zeros.
+__device__ __forceinline__ void send_for_queries(const AttentionParams& params, const TileMap& tile, const Place& place,
+                                                 SharedQueries& q) {
+    const char* addresses[kRows];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r)
-            addresses[r] = query_row(params, tile, find_row(params, tile, place.tile_row(r)));
+    for (int r = 0; r < kRows; ++r) addresses[r] = query_row(params, tile, find_row(params, tile, place.tile_row(r)));
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const int feature = (threadIdx.x / 32 + i * kWarps) * 32 + place.quarter * 8;
+    for (int vector = threadIdx.x / 32; vector < kHeadDim / 32; vector += kThreads / 32) {
+        const int feature = vector * 32 + place.quarter * 8;
 #pragma unroll
-            for (int r = 0; r < kRows; ++r)
-                rows[i][r] = load_once_if(addresses[r] && feature < params.head_dim, addresses[r] + feature * 2);
+        for (int r = 0; r < kRows; ++r) {
+            const bool is_there = addresses[r] && feature < params.head_dim;
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                cp_async_4(&q[vector][i / 2][place.lane].at[i % 2 * 2 + r], addresses[r] + feature * 2 + i * 4,
+                           is_there);
         }
     }
-    __device__ __forceinline__ void store(SharedQueries& q, const Place& place) const {
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            const int vector = threadIdx.x / 32 + i * kWarps;
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const Words(&from)[kRows] = rows[i];
-                const Words operand = {from[0].at[half * 2], from[1].at[half * 2], from[0].at[half * 2 + 1],
-                                       from[1].at[half * 2 + 1]};
-                if (vector < kVectors) q[vector][half][place.lane] = operand;
-            }
-        }
-    }
-};
+}
 
 // Where the key of a step that has the lane's number lies in its array, and its value: in pages. To find a page takes a
 // division and a load, so lanes do it for each other, and a step ahead.
@@ -65,25 +53,28 @@ struct Reader {
         return {};
     }
     __device__ __forceinline__ void load_keys(Keys& k, long long n_begin, const Places& places) const {
+        const char* const first = first_row(tile.k, params.k_strides, n_begin, place.feature_k(0));
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
-            const char* row = row_of(tile.k, params.k_strides, n_begin, place.key_k(j), places.k);
+            const char* row = row_of(first, params.k_strides, n_begin, place.key_k(j), places.k);
 #pragma unroll
             for (int c = 0; c < kVectorsK; ++c) {
-                const char* address = row + place.feature_k(c) * 2;
-                if (kPair == 1 && c < kVectorsK - 2) k[j][c] = load_once(address);
+                const char* address = row + (place.feature_k(c) - place.feature_k(0)) * 2;
+                if (c < kVectorsK - 2) k[j][c] = load_once(address);
                 else k[j][c] = load_once_if(place.feature_k(c) < params.head_dim, address);
             }
         }
     }
     __device__ __forceinline__ void load_values(Values& v, long long n_begin, const Places& places) const {
+        const bool has_first = kVectorsV > 1 || place.feature_v(0) < params.head_dim_v;
+        const char* const first = first_row(tile.v, params.v_strides, n_begin, has_first ? place.feature_v(0) : 0);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const char* row = row_of(tile.v, params.v_strides, n_begin, place.key_v(i), places.v);
+            const char* row = row_of(first, params.v_strides, n_begin, place.key_v(i), places.v);
 #pragma unroll
             for (int c = 0; c < kVectorsV; ++c) {
-                const bool is_there = (kPair == 1 && c < kVectorsV - 1) || place.feature_v(c) < params.head_dim_v;
-                v[i][c] = load_once(row + (is_there ? place.feature_v(c) * 2 : 0));
+                const bool is_there = c < kVectorsV - 1 || place.feature_v(c) < params.head_dim_v;
+                v[i][c] = load_once(row + (is_there ? (place.feature_v(c) - place.feature_v(0)) * 2 : 0));
             }
         }
     }
@@ -96,11 +87,17 @@ struct Reader {
         const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
         return min(max(key, first), last);
     }
+    // Of a step, or where there are pages of the array, from a feature on. Unknown: else compilers would multiply anew
+    // for each row.
+    __device__ __forceinline__ static const char* first_row(const char* array, const Strides& strides,
+                                                            long long n_begin, int feature) {
+        return unknown(array + feature * 2 + (kPaged ? 0 : n_begin * strides.row));
+    }
     // Called by all lanes of a warp.
-    __device__ __forceinline__ const char* row_of(const char* array, const Strides& strides, long long n_begin, int key,
+    __device__ __forceinline__ const char* row_of(const char* first, const Strides& strides, long long n_begin, int key,
                                                   long long place_of_lane) const {
-        if constexpr (kPaged) return array + __shfl_sync(0xffffffffu, place_of_lane, key);
-        else return array + n_begin * strides.row + nearest(n_begin, key) * strides.row;
+        if constexpr (kPaged) return first + __shfl_sync(0xffffffffu, place_of_lane, key);
+        else return first + static_cast<unsigned int>(nearest(n_begin, key)) * static_cast<size_t>(strides.row);
     }
 };
 

@@ -13,6 +13,13 @@ __device__ __forceinline__ void cp_async_bytes(SharedAddress target, const void*
                  : "memory");
 }
 
+// Copies 4 bytes, or writes 4 zero bytes when `valid` is false (then `source` is not read). (sm_80 and newer.)
+__device__ __forceinline__ void cp_async_4(void* target, const void* source, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(target)), "l"(source),
+                 "r"(valid ? 4 : 0)
+                 : "memory");
+}
+
 // Copies 16 bytes, or writes 16 zero bytes when `valid` is false (then `source` is not read).
 __device__ __forceinline__ void cp_async_16(SharedAddress target, const void* source, bool valid) {
     cp_async_bytes(target, source, valid ? 16 : 0);

@@ -44,20 +44,27 @@ struct SharedTiles {
     }
 };
 
-// Loads the queries of a warpgroup's rows, by 128 threads.
+// Loads the queries of a warpgroup's rows, by 128 threads. From row to row it is so many heads and queries farther, and
+// one query farther where the packed heads end.
 __device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, QueryRows& target,
                                              int group, int thread) {
-    const PanelCopy<kHeadDim> copy(params.q_strides.row, params.head_dim, thread);
+    const Strides& strides = params.q_strides;
+    const PanelCopy<kHeadDim> copy(strides.row, params.head_dim, thread);
     const int first_row = 64 * group, num_rows = tile.num_rows - first_row;
-    // right either way: a division by 1 for each row
-    if (params.packed_heads == 1) {
-        copy.load<false>(target, copy.own_part(tile.q + (tile.first_query + first_row) * copy.stride), num_rows);
-        return;
-    }
-#pragma unroll 1
+    const int packed_heads = static_cast<int>(params.packed_heads);
+    const Divided first(tile.first_head + first_row + copy.row, params.packed_heads);
+    const Divided step(copy.kStep, params.packed_heads);
+    const char* source = tile.q + (tile.first_query + first.quotient) * strides.row + first.rest * strides.head;
+    const long long next = step.quotient * strides.row + step.rest * strides.head;
+    const long long at_end = strides.row - packed_heads * strides.head;
+    int heads_left = packed_heads - static_cast<int>(first.rest);
+    source += copy.piece * 16;
+#pragma unroll
     for (int i = 0; i < 64; i += copy.kStep) {
-        const char* source = query_row(params, tile, first_row + i + copy.row) + copy.piece * 16;
         copy.load_step(target, source, i, i + copy.row < num_rows);
+        heads_left -= static_cast<int>(step.rest);
+        source = unknown(source + next);  // else all would be kept, and spilled
+        if (heads_left <= 0) heads_left += packed_heads, source += at_end;
     }
 }
 

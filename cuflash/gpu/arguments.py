@@ -25,10 +25,10 @@ DIVISOR = "qQ"
 """`Divisor` of cuda_src/common/divide.cuh."""
 POINTERS: Fields = tuple((name, "Q") for name in (*ARRAYS, "prepared_k", "prepared_v"))
 """The addresses come first, so that a repeated call packs them alone, in front of the rest as it was."""
-STRIDES: Fields = tuple(
-    (f"{name}_strides", f"{BATCH_AXES + 3}q") for name in ARRAYS if not name.startswith("cu_seqlens")
-)
-"""Batch axes, head, row, column."""
+OUTER_AXES = BATCH_AXES - 1
+STRIDED = tuple(name for name in ARRAYS if not name.startswith("cu_seqlens"))
+STRIDES: Fields = tuple((f"{name}_strides", "4q") for name in STRIDED)
+"""The last of the leading axes, head, row, column."""
 LENGTHS: Fields = (
     ("seqlen_q", "q"),
     ("seqlen_k", "q"),
@@ -56,7 +56,7 @@ CACHED: Fields = (
     ("page_size", DIVISOR),
 )
 OTHERS: Fields = (
-    ("batch_shape", DIVISOR * BATCH_AXES),
+    ("batch_shape", DIVISOR),
     ("group_size", DIVISOR),
     ("packed_heads", DIVISOR),
     ("head_tiles", DIVISOR),
@@ -75,9 +75,12 @@ OTHERS: Fields = (
     ("page_table_size", "i"),
     ("cu_seqlens_q_size", "i"),
     ("cu_seqlens_k_size", "i"),
+    ("outer_shape", DIVISOR * OUTER_AXES),
 )
 """What calls of the same kind with other lengths share where the same tile serves them: it is packed once for them."""
-VALUES: Fields = (*STRIDES, *LENGTHS, *SPLITS, *SEQUENCES, *CACHED, *OTHERS)
+OUTER_STRIDES: Fields = (("outer_strides", f"{len(STRIDED) * OUTER_AXES}q"),)
+"""Of each array, those of its leading axes but the last."""
+VALUES: Fields = (*STRIDES, *LENGTHS, *SPLITS, *OTHERS, *SEQUENCES, *CACHED, *OUTER_STRIDES)
 """What stands behind the addresses."""
 FIELDS: Fields = (*POINTERS, *VALUES)
 """Every field; tests have the compiler confirm names and offsets."""
@@ -165,9 +168,13 @@ class Packer:
             self._given = itemgetter(*[i for i, steps in enumerate(strides) if steps])
             self._num_batch = num_batch
             self._merged = [axis for axis, _ in axes] if len(axes) != num_batch else None
-            self._pack_strides = _packer_of_strides([len(steps or ()) for steps in strides], num_batch, len(axes))
+            merged = [len(steps) - num_batch + len(axes) if steps else 0 for steps in strides]
+            self._num_outer = num_outer = max(len(axes) - 1, 0)
+            self._pack_strides = _packer_of_strides(merged, num_outer, has_batch=bool(axes))
+            self._pack_outer_strides = _packer_of_outer_strides(merged, num_outer)
+        shape = [1] * (BATCH_AXES - len(axes)) + [length for _, length in axes]
         self._others = _pack_others(
-            batch_shape=[*divisor(1) * (BATCH_AXES - len(axes)), *(x for _, length in axes for x in divisor(length))],
+            batch_shape=divisor(shape[-1]),
             group_size=divisor(plan.group_size),
             packed_heads=divisor(plan.packed_heads),
             head_tiles=divisor(like.num_heads_q // plan.packed_heads),
@@ -186,6 +193,7 @@ class Packer:
             page_table_size=_integer_size(dtypes.page_table),
             cu_seqlens_q_size=_integer_size(dtypes.cu_seqlens_q),
             cu_seqlens_k_size=_integer_size(dtypes.cu_seqlens_k),
+            outer_shape=[x for length in shape[:-1] for x in divisor(length)],
         )
 
     def __call__(self, problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
@@ -202,20 +210,24 @@ class Packer:
             num_pairs=plan.num_pairs,
             first_block=first_block,
         )
-        steps = _varlen_strides(strides) if varlen else self._dense_strides(strides)
+        steps, outer_steps = (_varlen_strides(strides), _NOT_OUTER) if varlen else self._dense_strides(strides)
         splits = _splits(problem, plan) if self._is_split else _NO_SPLITS
         sequences = _sequences(problem) if varlen else _NO_SEQUENCES
-        return steps + lengths + splits + sequences + (_cached(cache) if cache else _NOT_CACHED) + self._others
+        cached = _cached(cache) if cache else _NOT_CACHED
+        return steps + lengths + splits + self._others + sequences + cached + outer_steps
 
     def _strides(self, problem: Problem) -> tuple[Any, ...]:
         """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
         return partial_strides(problem) if self._is_split else problem.strides
 
-    def _dense_strides(self, strides: tuple[Any, ...]) -> bytes:
-        given = self._given(strides)
+    def _dense_strides(self, strides: tuple[Any, ...]) -> tuple[bytes, bytes]:
+        given, num_outer = self._given(strides), self._num_outer
         if self._merged is not None:
             given = [(*(steps[axis] for axis in self._merged), *steps[self._num_batch :]) for steps in given]
-        return self._pack_strides(*chain.from_iterable(given))
+        if num_outer == 0:
+            return self._pack_strides(*chain.from_iterable(given)), _NOT_OUTER
+        outer = self._pack_outer_strides(*chain.from_iterable(steps[:num_outer] for steps in given))
+        return self._pack_strides(*chain.from_iterable(steps[num_outer:] for steps in given)), outer
 
 
 def _splits(problem: Problem, plan: Plan) -> bytes:
@@ -242,14 +254,20 @@ def _cached(cache: Cache) -> bytes:
     )
 
 
-def _packer_of_strides(lengths: list[int], num_batch: int, num_axes: int) -> Callable[..., bytes]:
-    """Make a function that packs the strides of dense arrays, given how many each has before its axes are merged."""
-    before = 8 * (BATCH_AXES - num_axes)
+def _packer_of_strides(lengths: list[int], num_outer: int, has_batch: bool) -> Callable[..., bytes]:
+    """Make a function that packs the strides of dense arrays but the outer ones, given how many each has in all."""
+    before = 0 if has_batch else 8
     codes = []
     for length in lengths:
-        steps = length - num_batch + num_axes if length else 0
+        steps = length - num_outer if length else 0
         codes.append(f"{before}x{steps}q{_STEPS_SIZE - before - 8 * steps}x")
     return struct.Struct("=" + "".join(codes)).pack
+
+
+def _packer_of_outer_strides(lengths: list[int], num_outer: int) -> Callable[..., bytes]:
+    """Likewise for the outer ones."""
+    steps = {True: f"{8 * (OUTER_AXES - num_outer)}x{num_outer}q", False: f"{8 * OUTER_AXES}x"}
+    return struct.Struct("=" + "".join(steps[length > 0] for length in lengths)).pack
 
 
 def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
@@ -260,10 +278,10 @@ def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
             continue
         if name in HEAD_ARRAYS:
             sequence, head = given
-            steps: tuple[int, ...] = 0, 0, 0, sequence, head
+            steps: tuple[int, ...] = sequence, head
         else:
             row, head, *column = given
-            steps = 0, 0, 0, 0, head, row, *column
+            steps = 0, head, row, *column
         _PACK_STEPS[len(steps)](packed, place, *steps)
     return bytes(packed)
 
@@ -272,7 +290,8 @@ _STEPS_SIZE = struct.calcsize("=" + STRIDES[0][1])
 _STRIDES_SIZE = _STEPS_SIZE * len(STRIDES)
 _NUM_STRIDED = len(STRIDES)
 _STRIDES_PLACES = range(0, _STRIDES_SIZE, _STEPS_SIZE)
-_PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(BATCH_AXES + 4)]
+_NOT_OUTER = bytes(struct.calcsize("=" + OUTER_STRIDES[0][1]))
+_PACK_STEPS = [struct.Struct(f"={count}q").pack_into for count in range(5)]
 
 
 def _integer_size(dtype: str) -> int:

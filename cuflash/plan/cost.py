@@ -16,8 +16,8 @@ from ..problem.problem import Problem
 from .tiles import Tile
 
 MAX_SPLITS = 128
-SPLIT_CALL = 18.0
-"""What a call with two launches and scratch memory takes the host: faster ones are no use, without a graph."""
+SPLIT_CALL = 12.0
+"""What a call with two launches and scratch memory takes a fast host: faster ones are no use, without a graph."""
 
 
 class Cost(NamedTuple):
@@ -217,20 +217,31 @@ def cheapest(
             time = max(time, SPLIT_CALL + 0.01 * time)
         if time < best.time:
             best = Choice(time, tile_idx, 1)
-        fewer, most = 1, min(pace.most_splits, num_steps)
-        # Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once, but no more than where
-        # what one more adds is what it saves.
-        for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and num_tiles else ():
-            enough = sqrt(num_steps * times[min(blocks, len(times)) - 1] / of_a_split)
-            splits = min(blocks * multiprocessors // num_tiles, most, int(enough) + 1)
-            splits = -(-num_steps // -(-num_steps // max(splits, 1)))  # without those that would be left with no tile
-            if splits > fewer:
-                fewer = splits
-                time = before + time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
-                time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
-                if time < best.time:
-                    best = Choice(time, tile_idx, splits)
+        for splits in splits_to_try(pace, walk, of_a_split, multiprocessors):
+            time = before + time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
+            time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
+            if time < best.time:
+                best = Choice(time, tile_idx, splits)
     return best
+
+
+def splits_to_try(pace: Pace, walk: Walk, of_a_split: float, multiprocessors: int) -> list[int]:
+    """Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once.
+
+    But no more than where what one more adds is what it saves; it lies between two numbers of tiles for each.
+    """
+    num_steps, times, found = walk.num_steps, pace.times, [1]
+    most = min(pace.most_splits, num_steps)
+    for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and walk.num_tiles else ():
+        fill = min(blocks * multiprocessors // walk.num_tiles, most)
+        if fill > found[-1]:
+            fewest = -(-num_steps // fill)
+            enough = int(sqrt(of_a_split * num_steps / times[min(blocks, len(times)) - 1]))
+            for steps in (max(fewest, enough + 1), max(fewest, enough)):
+                splits = -(-num_steps // steps)  # without those that would be left with no tile
+                if splits > found[-1]:
+                    found.append(splits)
+    return found[1:]
 
 
 def heads_per_tile(lengths: Lengths, rows: int) -> int:
@@ -284,7 +295,12 @@ def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
         time = _time_of_pairs(pace, walk, multiprocessors)
     else:
         time = _time_of_blocks(pace, walk, multiprocessors, splits)
-    return max(time, pace.block + pace.stream * walk.num_keys)
+    of_blocks, of_memory = max(time - pace.block, 0.0), pace.stream * walk.num_keys
+    return pace.block + float((of_blocks**CORNER + of_memory**CORNER) ** (1 / CORNER))
+
+
+CORNER = 5
+"""How near the larger of two times is to what both take: memory and blocks take turns to be the limit."""
 
 
 def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:

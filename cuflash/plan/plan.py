@@ -227,7 +227,8 @@ def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: 
     The latter for tiles that read keys faster than memory gives them. Of packed sequences that is all there is.
     """
     traits = problem.traits
-    if problem.window_right is None and traits.op != "attention_varlen":
+    is_packed = traits.op == "attention_varlen"
+    if not is_packed and (problem.window_right is None or problem.seqlen_q * packed_heads <= tile.block_m):
         return 0
     if tile.block_m > spec.starved_rows:
         return max(lengths.num_planes, 1)

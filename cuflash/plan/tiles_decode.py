@@ -39,19 +39,19 @@ def decode_shared_memory(traits: Traits, tile: Tile) -> int:
 _DECODE_TILES = {256: Tile(16, 32, 128), 512: Tile(16, 16, 128)}
 
 COST = Cost(
-    product=9.83e-07,
-    weight=2.02e-06,
-    load=2.83e-05,
-    tile=0.00234,
-    latency=0.0104,
-    latency_load=1.35e-06,
-    copy=0.00785,
-    exposed_copy=0.000342,
-    block=4.82,
-    block_load=0.0291,
-    merge=3.63,
-    merge_split=0.0343,
-    merge_byte=1.4e-07,
+    product=1.37e-06,
+    weight=1.77e-06,
+    load=4.77e-06,
+    tile=0.0132,
+    latency=0.0402,
+    latency_load=4.64e-06,
+    copy=0.00748,
+    exposed_copy=0.000341,
+    block=5.06,
+    block_load=0.0157,
+    merge=3.2,
+    merge_split=0.00445,
+    merge_byte=1.23e-07,
     stream=4.45e-07,
 )
 

@@ -51,19 +51,19 @@ _LAST_TILE = Tile(16, 32, 64)
 
 
 COST = Cost(
-    product=3.9e-07,
-    weight=1.4e-05,
-    load=5.41e-06,
-    tile=0.104,
-    latency=0.488,
-    latency_load=1.58e-05,
-    copy=0.00191,
-    exposed_copy=0.00385,
-    block=4.86,
-    block_load=0.0185,
-    merge=3.98,
-    merge_split=0.0308,
-    merge_byte=1.08e-07,
+    product=4.77e-07,
+    weight=1.57e-05,
+    load=3.69e-06,
+    tile=0.133,
+    latency=0.481,
+    latency_load=2.04e-05,
+    copy=0.00219,
+    exposed_copy=0.0037,
+    block=4.41,
+    block_load=0.0124,
+    merge=3.5,
+    merge_split=0.041,
+    merge_byte=2.11e-07,
     stream=4.82e-07,
 )
 COST_OF_SHARED_ROWS = Cost(

