@@ -16,8 +16,8 @@ from ..problem.problem import Problem
 from .tiles import Tile
 
 MAX_SPLITS = 128
-SPLIT_CALL = 12.0
-"""What a call with two launches and scratch memory takes a fast host: faster ones are no use, without a graph."""
+SPLIT_CALL = 16.0
+"""What a call with two launches and scratch memory takes the host: faster ones are no use, without a graph."""
 
 
 class Cost(NamedTuple):
