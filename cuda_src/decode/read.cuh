@@ -73,6 +73,7 @@ struct Reader {
             const char* row = row_of(first, params.v_strides, n_begin, place.key_v(i), places.v);
 #pragma unroll
             for (int c = 0; c < kVectorsV; ++c) {
+                // right either way: only the last vectors reach behind the features
                 const bool is_there = c < kVectorsV - 1 || place.feature_v(c) < params.head_dim_v;
                 v[i][c] = load_once(row + (is_there ? (place.feature_v(c) - place.feature_v(0)) * 2 : 0));
             }
