@@ -37,7 +37,7 @@ struct Places {
 };
 
 // Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features of a value
-// behind the last as the first one: they count nothing, and 0 x NaN is NaN. Those of a key are zeros.
+// behind the last as the first ones of the lane: they count nothing, and 0 x NaN is NaN. Those of a key are zeros.
 struct Reader {
     const AttentionParams& params;
     const TileMap& tile;

@@ -170,8 +170,10 @@ class Packer:
             self._merged = [axis for axis, _ in axes] if len(axes) != num_batch else None
             merged = [len(steps) - num_batch + len(axes) if steps else 0 for steps in strides]
             self._num_outer = num_outer = max(len(axes) - 1, 0)
-            self._pack_strides = _packer_of_strides(merged, num_outer, has_batch=bool(axes))
-            self._pack_outer_strides = _packer_of_outer_strides(merged, num_outer)
+            self._pack_strides = _packer_of_strides(4, 0 if axes else 1, [max(n - num_outer, 0) for n in merged])
+            self._pack_outer_strides = _packer_of_strides(
+                OUTER_AXES, OUTER_AXES - num_outer, [num_outer if n else 0 for n in merged]
+            )
         shape = [1] * (BATCH_AXES - len(axes)) + [length for _, length in axes]
         self._others = _pack_others(
             batch_shape=divisor(shape[-1]),
@@ -254,20 +256,10 @@ def _cached(cache: Cache) -> bytes:
     )
 
 
-def _packer_of_strides(lengths: list[int], num_outer: int, has_batch: bool) -> Callable[..., bytes]:
-    """Make a function that packs the strides of dense arrays but the outer ones, given how many each has in all."""
-    before = 0 if has_batch else 8
-    codes = []
-    for length in lengths:
-        steps = length - num_outer if length else 0
-        codes.append(f"{before}x{steps}q{_STEPS_SIZE - before - 8 * steps}x")
+def _packer_of_strides(width: int, before: int, counts: list[int]) -> Callable[..., bytes]:
+    """Make a function that packs so many strides of each dense array, of `width` that there may be, behind zeros."""
+    codes = [f"{8 * before}x{count}q{8 * (width - before - count)}x" if count else f"{8 * width}x" for count in counts]
     return struct.Struct("=" + "".join(codes)).pack
-
-
-def _packer_of_outer_strides(lengths: list[int], num_outer: int) -> Callable[..., bytes]:
-    """Likewise for the outer ones."""
-    steps = {True: f"{8 * (OUTER_AXES - num_outer)}x{num_outer}q", False: f"{8 * OUTER_AXES}x"}
-    return struct.Struct("=" + "".join(steps[length > 0] for length in lengths)).pack
 
 
 def _varlen_strides(strides: tuple[Any, ...]) -> bytes:
