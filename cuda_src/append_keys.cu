@@ -46,7 +46,7 @@ __device__ __forceinline__ void append_keys(const AttentionParams& params) {
     if (key >= params.seqlen_k) return;
     const char* target = to.cache + head * to.strides.head;
     if constexpr (kPaged) {
-        const PagedKey found(params, pages_of(params, batch), key);
+        const PagedKey found(params, pages_of(params, batch), static_cast<unsigned int>(key));
         if (!found.exists(params)) return;
         target += found.offset(to.strides);
     } else {

@@ -175,37 +175,44 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Values v;
     OnlineSoftmax<kRows> softmax;
     Output o = {};
-    // Which warp has a key depends on the key alone, so that a row is summed up alike wherever its block begins.
-    long long n_begin = (seen.begin / (kBlockN * kTeam) * kTeam + place.share) * kBlockN;
-    Places places = {}, ahead = {};  // of this step, and of the next one
-    const bool has_keys = n_begin < seen.end;
-    if (has_keys) {
-        places = reader.find(n_begin);
-        reader.load_keys(k, n_begin, places);
-        if constexpr (kBothAhead) reader.load_values(v, n_begin, places);
+    const Steps steps(seen, place);
+    long long n_begin = steps.begin;
+    int left = steps.count, first = steps.first;
+    PagedKey looked_up = {};  // of the next step
+    Places places = {};       // of this step
+    if (left > 0) {
+        const StepKeys keys = {first, steps.last(left)};
+        looked_up = reader.look_up(n_begin);
+        places = reader.find(looked_up);
+        looked_up = reader.look_up(n_begin + Steps::kApart);
+        reader.load_keys(k, n_begin, keys, places);
+        if constexpr (kBothAhead) reader.load_values(v, n_begin, keys, places);
     }
     look_up_row(params, tile, seen, shared.rows);
     cp_async_wait();
     __syncthreads();
     // It ends where keys do, not where they are sent for: they would stay in their registers meanwhile.
 #pragma unroll 1
-    while (has_keys) {
-        constexpr long long kStep = kTeam * kBlockN;
-        ahead = reader.find(n_begin + kStep);
+    while (left > 0) {
+        const Places next_places = reader.find(looked_up);
+        looked_up = reader.look_up(n_begin + 2 * Steps::kApart);
         Scores scores = {};
         RowValues correction;
         Weights weights;
         score(shared.q, k, place, scores);
-        if (kBothAhead && n_begin + kStep < seen.end) reader.load_keys(k, n_begin + kStep, ahead);
-        if constexpr (kPair > 1) add_other_half(shared.pairs, (n_begin & kStep) != 0, place, scores);
-        if constexpr (!kBothAhead) reader.load_values(v, n_begin, places);
+        // Behind the last step one of its keys once more: a condition would keep them all in their registers.
+        if constexpr (kBothAhead)
+            reader.load_keys(k, n_begin + (left > 1 ? Steps::kApart : 0), {0, steps.last(left - 1)}, next_places);
+        if constexpr (kPair > 1) add_other_half(shared.pairs, left % 2, place, scores);
+        if constexpr (!kBothAhead) reader.load_values(v, n_begin, {first, steps.last(left)}, places);
         scores_to_logits(params, shared, n_begin, place, scores);
         weigh(softmax, scores, weights, correction);
         accumulate(v, weights, correction, o);
-        n_begin += kStep, places = ahead;
-        if (n_begin >= seen.end) break;
-        if constexpr (kBothAhead) reader.load_values(v, n_begin, places);
-        else reader.load_keys(k, n_begin, places);
+        if (--left == 0) break;
+        n_begin += Steps::kApart, first = 0, places = next_places;
+        const StepKeys keys = {0, steps.last(left)};
+        if constexpr (kBothAhead) reader.load_values(v, n_begin, keys, places);
+        else reader.load_keys(k, n_begin, keys, places);
     }
     const int num_rows = tile.num_rows;
     shared.shares.store(place, num_rows, softmax, o);

@@ -222,10 +222,11 @@ def attention_with_kv_cache(
 
 
 def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, page_table: Any) -> Any:
-    """Return the number of keys where it is known and pages don't show it, lengths that are an array, and the keys and
-    values that a call reads and writes, known lengths cut off.
+    """Return the number of keys where it is known and the arrays don't show it, lengths that are an array, and the keys
+    and values that a call reads and writes.
 
-    None for calls that are always checked as a whole.
+    NumPy's are cut off behind a known length; CuPy takes longer for a view than for all else. None for calls that are
+    always checked as a whole.
     """
     if type(seqlens_k) is not int:
         return None if not hasattr(seqlens_k, "shape") else (None, seqlens_k, k_cache, v_cache, k_new, v_new)
@@ -233,7 +234,7 @@ def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, p
     known = np.ndarray, cupy_ndarray()
     if seqlens_k < 0 or any(type(x) not in known or x.ndim != 4 for x in arrays):
         return None
-    if k_cache.shape[:3] != v_cache.shape[:3]:  # capacities, which the views do not show
+    if k_cache.shape[:3] != v_cache.shape[:3]:  # capacities, which nobody compares later
         return None
     capacity, num_new = k_cache.shape[2], 0 if k_new is None else k_new.shape[2]
     if page_table is not None:
@@ -243,6 +244,6 @@ def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, p
     end = min(seqlens_k + num_new, capacity)
     if num_new > end - min(seqlens_k, capacity):
         return None
-    if page_table is not None:
-        return end, None, k_cache, v_cache, k_new, v_new
-    return None, None, k_cache[:, :, :end], v_cache[:, :, :end], k_new, v_new
+    if page_table is None and type(k_cache) is np.ndarray:
+        return None, None, k_cache[:, :, :end], v_cache[:, :, :end], k_new, v_new
+    return end, None, k_cache, v_cache, k_new, v_new

@@ -18,36 +18,40 @@ __device__ __forceinline__ const char* pages_of(const AttentionParams& params, l
     return params.page_table + batch * params.page_table_strides.batch;
 }
 
-// The page that holds a key, as a batch's entries say, and its place in that page.
+// The page that holds a key, as a batch's entries say, and its place in that page: both of 32 bits, as are keys.
 struct PagedKey {
-    long long page;
-    long long place;
+    int page;
+    unsigned int place;
 
-    __device__ __forceinline__ PagedKey(const AttentionParams& params, const char* pages, long long key) {
-        const long long entry = divide(key, params.page_size);
-        page = load_integer(pages + entry * params.page_table_strides.head, params.page_table_size);
-        place = key - entry * params.page_size;
+    PagedKey() = default;
+    __device__ __forceinline__ PagedKey(const AttentionParams& params, const char* pages, unsigned int key) {
+        const Divided entry(key, params.page_size);
+        const char* const address = pages + entry.quotient * params.page_table_strides.head;
+        place = entry.rest;
+        // What most tables hold is taken as it is: nobody waits for it here.
+        if (params.page_table_size == -4) page = load_bits<int>(address);
+        else page = static_cast<int>(min(max(load_integer(address, params.page_table_size), -1LL), 0x7fffffffLL));
     }
     __device__ __forceinline__ bool exists(const AttentionParams& params) const {
         return 0 <= page && page < params.num_pages;
     }
+    // Where it is read: where the table names no page, in the nearest one.
+    __device__ __forceinline__ PagedKey readable(const AttentionParams& params) const {
+        PagedKey nearest = *this;
+        nearest.page = min(max(page, 0), static_cast<int>(params.num_pages) - 1);
+        return nearest;
+    }
     __device__ __forceinline__ long long offset(const Strides& strides) const {
-        return page * strides.batch + place * strides.row;
+        return static_cast<unsigned int>(page) * strides.batch + place * strides.row;
     }
 };
-
-// Where a key of a tile's sequence is read: where the table names no page, in the nearest one.
-__device__ __forceinline__ PagedKey readable_key(const AttentionParams& params, const TileMap& tile, long long key) {
-    PagedKey found(params, tile.pages(), key);
-    found.page = min(max(found.page, 0LL), params.num_pages - 1);
-    return found;
-}
 
 // Where a key of a tile's sequence begins, or its value.
 __device__ __forceinline__ const char* key_row(const AttentionParams& params, const TileMap& tile, const char* array,
                                                const Strides& strides, long long key) {
     if constexpr (kPaged) {
-        return array + readable_key(params, tile, key).offset(strides);
+        const PagedKey found(params, tile.pages(), static_cast<unsigned int>(key));
+        return array + found.readable(params).offset(strides);
     } else {
         return array + key * strides.row;
     }

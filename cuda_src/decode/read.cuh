@@ -4,6 +4,7 @@
 #include "common/mask.cuh"
 #include "decode/layout.cuh"
 #include "ptx/cp_async.cuh"
+#include "ptx/shared.cuh"
 
 namespace cuflash {
 
@@ -31,9 +32,38 @@ __device__ __forceinline__ void send_for_queries(const AttentionParams& params, 
 }
 
 // Where the key of a step that has the lane's number lies in its array, and its value: in pages. To find a page takes a
-// division and a load, so lanes do it for each other, and a step ahead.
+// division and a load, so lanes do it for each other, and two steps ahead: nobody waits for the table.
 struct Places {
     long long k, v;
+};
+
+// The keys of a step that some row sees, by their numbers there.
+struct StepKeys {
+    int first, last;
+
+    __device__ __forceinline__ int nearest(int key) const { return min(max(key, first), last); }
+};
+
+// The steps of a warp, each kBlockN keys, so many keys apart. Which warp has a key depends on the key alone, so that a
+// row is summed up alike wherever its block begins.
+struct Steps {
+    static constexpr int kApart = kTeam * kBlockN;
+    long long begin;  // key of the first one
+    int count;        // all lanes know that it is the same in each
+    int first;        // key of the first one that some row sees
+    int last_seen;    // of the last one
+
+    __device__ __forceinline__ Steps(const KeyRange& seen, const Place& place)
+        : begin((seen.begin / kApart * kTeam + place.share) * kBlockN) {
+        const unsigned long long rest = seen.end - 1 - begin;
+        count = uniform(begin < seen.end ? static_cast<int>(rest / kApart) + 1 : 0);
+        first = static_cast<int>(max(seen.begin - begin, 0LL));
+        last_seen = min(static_cast<int>(rest % kApart), kBlockN - 1);
+    }
+    // The last key that some row sees, where so many steps are left; behind the last step the first one.
+    __device__ __forceinline__ int last(int left) const {
+        return left > 1 ? kBlockN - 1 : left == 1 ? last_seen : 0;
+    }
 };
 
 // Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features of a value
@@ -44,19 +74,24 @@ struct Reader {
     const KeyRange& seen;  // some row sees them
     Place place;
 
-    __device__ __forceinline__ Places find(long long n_begin) const {
-        if constexpr (kPaged) {
-            const long long key = n_begin + nearest(n_begin, place.lane % kBlockN);
-            const PagedKey found = readable_key(params, tile, key);
-            return {found.offset(params.k_strides), found.offset(params.v_strides)};
-        }
-        return {};
+    // What the table of pages says of a step, once it is there.
+    __device__ __forceinline__ PagedKey look_up(long long n_begin) const {
+        if constexpr (!kPaged) return {};
+        const unsigned int key = static_cast<unsigned int>(n_begin) + place.lane % kBlockN;
+        const unsigned int first = static_cast<unsigned int>(seen.begin), end = static_cast<unsigned int>(seen.end);
+        return PagedKey(params, tile.pages(), min(max(key, first), end - 1));
     }
-    __device__ __forceinline__ void load_keys(Keys& k, long long n_begin, const Places& places) const {
+    __device__ __forceinline__ Places find(const PagedKey& looked_up) const {
+        if constexpr (!kPaged) return {};
+        const PagedKey found = looked_up.readable(params);
+        return {found.offset(params.k_strides), found.offset(params.v_strides)};
+    }
+    __device__ __forceinline__ void load_keys(Keys& k, long long n_begin, const StepKeys& keys,
+                                              const Places& places) const {
         const char* const first = first_row(tile.k, params.k_strides, n_begin, place.feature_k(0));
 #pragma unroll
         for (int j = 0; j < kKeyTiles; ++j) {
-            const char* row = row_of(first, params.k_strides, n_begin, place.key_k(j), places.k);
+            const char* row = row_of(first, params.k_strides, keys, place.key_k(j), places.k);
 #pragma unroll
             for (int c = 0; c < kVectorsK; ++c) {
                 const char* address = row + (place.feature_k(c) - place.feature_k(0)) * 2;
@@ -65,12 +100,13 @@ struct Reader {
             }
         }
     }
-    __device__ __forceinline__ void load_values(Values& v, long long n_begin, const Places& places) const {
+    __device__ __forceinline__ void load_values(Values& v, long long n_begin, const StepKeys& keys,
+                                                const Places& places) const {
         const bool has_first = kVectorsV > 1 || place.feature_v(0) < params.head_dim_v;
         const char* const first = first_row(tile.v, params.v_strides, n_begin, has_first ? place.feature_v(0) : 0);
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) {
-            const char* row = row_of(first, params.v_strides, n_begin, place.key_v(i), places.v);
+            const char* row = row_of(first, params.v_strides, keys, place.key_v(i), places.v);
 #pragma unroll
             for (int c = 0; c < kVectorsV; ++c) {
                 // right either way: only the last vectors reach behind the features
@@ -81,13 +117,6 @@ struct Reader {
     }
 
   private:
-    // Number of the key in a step, or of the nearest one that some row sees.
-    __device__ __forceinline__ int nearest(long long n_begin, int key) const {
-        const int first = static_cast<int>(max(seen.begin - n_begin, 0LL));
-        // right either way: it only keeps the cast in range
-        const int last = static_cast<int>(min(seen.end - n_begin, static_cast<long long>(first + kBlockN))) - 1;
-        return min(max(key, first), last);
-    }
     // Of a step, or where there are pages of the array, from a feature on. Unknown: else compilers would multiply anew
     // for each row.
     __device__ __forceinline__ static const char* first_row(const char* array, const Strides& strides,
@@ -95,10 +124,10 @@ struct Reader {
         return unknown(array + feature * 2 + (kPaged ? 0 : n_begin * strides.row));
     }
     // Called by all lanes of a warp.
-    __device__ __forceinline__ const char* row_of(const char* first, const Strides& strides, long long n_begin, int key,
-                                                  long long place_of_lane) const {
+    __device__ __forceinline__ const char* row_of(const char* first, const Strides& strides, const StepKeys& keys,
+                                                  int key, long long place_of_lane) const {
         if constexpr (kPaged) return first + __shfl_sync(0xffffffffu, place_of_lane, key);
-        else return first + static_cast<unsigned int>(nearest(n_begin, key)) * static_cast<size_t>(strides.row);
+        else return first + static_cast<unsigned int>(keys.nearest(key)) * static_cast<size_t>(strides.row);
     }
 };
 

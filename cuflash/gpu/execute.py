@@ -59,7 +59,7 @@ class CallsOfKind:
     ) -> Launch | None:
         """Return the launch of a call, given what its arrays are, None if it has to be checked.
 
-        `num_keys` is that of a cache in pages, where it is known.
+        `num_keys` is that of a cache, where it is known.
         """
         for i in self._written:
             if overlaps_itself(shapes[i], strides[i], dtypes[i].itemsize):

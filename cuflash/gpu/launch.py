@@ -60,29 +60,35 @@ class Launch:
         if plan.num_splits > 1:
             self._split = split_of(problem, plan, device_id, device_info(device_id).compute_capability)
         self._out, self._lse = results_of(problem)
-        self._extents: dict[int, tuple[int, int]] | None = None
+        self._extents: list[tuple[int, int, int, bool]] | None = None
         log_plan(problem, plan)
 
     @property
-    def extents(self) -> dict[int, tuple[int, int]]:
-        """How far each array of the call reaches from its address, by its place."""
+    def extents(self) -> list[tuple[int, int, int, bool]]:
+        """Place in `ARRAYS` of each array that is not empty, how far it reaches from its address, whether it is written."""
         if self._extents is None:
             problem = self._problem
+            written = (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE)
             described = zip(range(len(ARRAYS)), shapes_of(problem), problem.strides, itemsizes(problem), strict=True)
-            self._extents = {
-                i: extent(0, shape, steps, size) for i, shape, steps, size in described if steps is not None
-            }
+            reached = [
+                (i, *extent(0, shape, steps, size), i in written)
+                for i, shape, steps, size in described
+                if steps is not None
+            ]
+            self._extents = [of_array for of_array in reached if of_array[1] < of_array[2]]
         return self._extents
 
     def results_apart(self, pointers: list[int]) -> bool:
         """Whether what is written certainly shares no memory with another array of the call (False: look closer)."""
-        reached = {i: (pointers[i] + low, pointers[i] + high) for i, (low, high) in self.extents.items()}
-        for result in (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE):
-            if result in reached:
-                begin, end = reached[result]
-                # What is written is one of the arrays: it shares memory with itself.
-                if begin < end and sum([begin < high and low < end for low, high in reached.values()]) > 1:
-                    return False
+        spans = sorted([(pointers[i] + low, pointers[i] + high, written) for i, low, high, written in self.extents])
+        end = end_of_written = -sys.maxsize  # of those that begin in front of the next one
+        for first, last, written in spans:
+            if first < (end if written else end_of_written):
+                return False
+            if last > end:
+                end = last
+            if written and last > end_of_written:
+                end_of_written = last
         return True
 
     def takes(self, workspace: Any, pointers: list[int]) -> bool:
@@ -93,10 +99,7 @@ class Launch:
         if workspace.ndim != 1 or workspace.strides != (1,) or data.device_id != self.device_id:
             return False
         low, high = data.ptr, data.ptr + size
-        apart = all(
-            pointers[i] + end <= low or high <= pointers[i] + begin or begin == end
-            for i, (begin, end) in self.extents.items()
-        )
+        apart = all(pointers[i] + end <= low or high <= pointers[i] + begin for i, begin, end, _ in self.extents)
         return apart and workspace_size(low, size) >= self.plan.workspace
 
     def run(self, pointers: list[int], out: Any, lse: Any, workspace: Any = None) -> Any:
@@ -107,7 +110,7 @@ class Launch:
         if settings().log or is_enabled(DEBUG):
             log_call(self._problem, self.plan, array_shapes(self._problem))
         if self.plan.workspace:
-            return self._run_in_workspace(pointers, out, lse, workspace)
+            return self._run_in_workspace(pointers, out, lse, None if workspace is None else workspace.data)
         if out is None and self._out is not None:
             out = self._out.allocate(self._cupy)
             pointers[_OUT] = out.data.ptr
@@ -119,25 +122,25 @@ class Launch:
         self._start(pointers)
         return out if self._lse is None else lse if self._out is None else (out, lse)
 
-    def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
+    def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, memory: Any) -> Any:
         """Make keys and values ready in a workspace, or write partial results into it, and merge them; or both."""
         cupy, allocates_out, allocates_lse, size = self._cupy, out is None, lse is None, self.plan.workspace
-        if self._preparing is not None and workspace is None:
+        if self._preparing is not None and memory is None:
             # Without memory, or what keeps it alive as long as a captured graph, blocks prepare for themselves.
             if not is_capturing(cupy):
                 try:
-                    workspace = cupy.empty(size, np.uint8)
+                    memory = cupy.cuda.alloc(size)
                 except cupy.cuda.memory.OutOfMemoryError:
                     return self._without_preparation().run(pointers, out, lse)
             elif (lse if self._out is None else out) is not None:
                 return self._without_preparation().run(pointers, out, lse)
         if self._out is not None:
-            out, workspace, address = allocate_with_workspace(cupy, self._out, out, size, workspace)
+            out, memory, address = allocate_with_workspace(cupy, self._out, out, size, memory)
             if allocates_lse and self._lse is not None:
                 lse = self._lse.allocate(cupy)
         else:
             assert self._lse is not None, "there is some result"
-            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, size, workspace)
+            lse, memory, address = allocate_with_workspace(cupy, self._lse, lse, size, memory)
         if allocates_out and out is not None:
             pointers[_OUT] = out.data.ptr
         if allocates_lse and lse is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE
 from ..problem.checks import BOUNDARY
-from ..problem.problem import Problem, Traits
+from ..problem.problem import Cache, Problem, Traits
 from ..settings import Settings
 from .axes import Axes, walked_axes
 from .build import Build, Program, build_of_rows, find_builds
@@ -25,6 +25,8 @@ MAX_BLOCKS = 2**32 - 1
 """Of all launches of a call: kernels count tiles and splits by 32 bits."""
 MAX_ROWS = 2**31 - 1
 """Queries of a head, or of a group that shares tiles: kernels count them by 32 bits."""
+MAX_PAGED = 2**31 - 1
+"""Pages of a cache, and keys that a batch has room for in them, likewise."""
 CACHED_BYTES = 16 << 20
 """Keys and values that are read again and again: a third of an H200's L2 cache, two fifths of an A100's.
 
@@ -140,6 +142,8 @@ def make_plan(
         )
     if problem.seqlen_q * packed_heads > MAX_ROWS:
         raise ValueError(f"q has {problem.seqlen_q} queries, expected at most {MAX_ROWS // packed_heads} on a GPU")
+    if problem.cache is not None:
+        _check_pages(problem.cache)
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
@@ -182,6 +186,15 @@ def _splits_of_cache(problem: Problem, build: Build, tile: Tile, num_splits: int
     tile, num_splits = build.splitting(tile, max(num_splits, -(-seqlen_k // KEYS_OF_A_SPLIT)), seqlen_k)
     split_size = round_up(-(-seqlen_k // num_splits), tile.block_n)
     return tile, max(1, -(-seqlen_k // split_size)) if split_size else 1, split_size
+
+
+def _check_pages(cache: Cache) -> None:
+    """Raise ValueError for more pages, or keys in them, than kernels count."""
+    if cache.num_pages > MAX_PAGED:
+        raise ValueError(f"k_cache has {cache.num_pages} pages, expected at most {MAX_PAGED} on a GPU")
+    room = cache.page_size * cache.max_pages
+    if room > MAX_PAGED:
+        raise ValueError(f"page_table has room for {room} keys of a batch, expected at most {MAX_PAGED} on a GPU")
 
 
 def _append(problem: Problem, build: Build) -> Append | None:

@@ -78,10 +78,13 @@ class Kind:
         pointers
             Addresses in the order of `ARRAYS`, 0 of those that are not given.
         num_keys
-            Of a cache in pages with a known length.
+            Of a cache with a known length, which ends there.
         """
         like = self._like
         batch, offset, cache, find_shapes = like.batch, like.query_offset, like.cache, self._shapes
+        if cache is not None and num_keys is not None and not like.traits.page_table:
+            q, k, v, *others = shapes
+            shapes = q, (*k[:2], num_keys, k[3]), (*v[:2], num_keys, v[3]), *others
         if self._packed:
             boundaries = shapes[self._at[_CU_SEQLENS_Q]]
             if shapes[self._at[_CU_SEQLENS_K]] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:

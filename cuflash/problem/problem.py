@@ -211,13 +211,13 @@ def cache_shapes(
     batch: tuple[int, ...], heads: tuple[int, int], seqlens: tuple[int, int], head_dims: tuple[int, int], cache: Cache
 ) -> Shapes:
     """Shapes to which the arrays of a call with a cache broadcast."""
-    shapes = dict(zip(ARRAYS, dense_shapes(batch, heads, seqlens, head_dims), strict=True))
-    new = *batch, heads[1], cache.num_new
-    shapes |= {"seqlens_k": batch, "k_new": (*new, head_dims[0]), "v_new": (*new, head_dims[1])}
+    q, k, v, *others = dense_shapes(batch, heads, seqlens, head_dims)
+    table: tuple[int, ...] = ()
     if cache.page_size:
         pages = cache.num_pages, heads[1], cache.page_size
-        shapes |= {"k": (*pages, head_dims[0]), "v": (*pages, head_dims[1]), "page_table": (*batch, cache.max_pages)}
-    return tuple(shapes.values())
+        k, v, table = (*pages, head_dims[0]), (*pages, head_dims[1]), (*batch, cache.max_pages)
+    new = *batch, heads[1], cache.num_new
+    return (q, k, v, *others[:7], batch, table, (*new, head_dims[0]), (*new, head_dims[1]), (), ())
 
 
 def shapes_of(problem: Problem) -> Shapes:

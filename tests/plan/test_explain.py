@@ -420,6 +420,23 @@ def test_more_new_keys_than_a_grid_has_blocks_for_are_refused() -> None:
         explained(2**20)
 
 
+def test_more_pages_and_keys_in_them_than_kernels_count_are_refused() -> None:
+    def explained(num_pages: int, page_size: int, max_pages: int, device: Any = 90) -> Any:
+        pages = StandIn((num_pages, 1, page_size, 1), "float16")
+        table = StandIn((1, max_pages), "int32")
+        q = StandIn((1, 1, 1, 1), "float16")
+        function = cuflash.attention_with_kv_cache
+        return cuflash.explain(function, q, pages, pages, seqlens_k=1, page_table=table, device=device)
+
+    most = 2**31 - 1
+    assert explained(most, 1, most).plan is not None
+    with pytest.raises(ValueError, match=r"^k_cache has 2147483648 pages, expected at most 2147483647 on a GPU$"):
+        explained(most + 1, 1, 1)
+    expected = r"^page_table has room for 2147483648 keys of a batch, expected at most 2147483647 on a GPU$"
+    with pytest.raises(ValueError, match=expected):
+        explained(1, 2**16, 2**15)
+
+
 def test_appended_keys_and_pages_are_named() -> None:
     x = {name: np.empty(shape, np.float16) for name, shape in (("q", (2, 8, 1, 64)), ("new", (2, 2, 1, 64)))}
     pages, lengths = [np.empty((90, 2, 16, 64), np.float16) for _ in range(2)], np.zeros(2, np.int32)
