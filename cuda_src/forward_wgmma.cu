@@ -41,7 +41,7 @@ namespace cuflash {
 
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
 constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
-constexpr int kLoaderRegisters = kWalksOn || kHeadDim > 192 ? 56 : kConsumers == 3 ? 32 : 40;
+constexpr int kLoaderRegisters = kWalksOn || kPaged || kHeadDim > 192 ? 56 : kConsumers == 3 ? 32 : 40;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 

@@ -37,11 +37,11 @@ struct Places {
     long long k, v;
 };
 
-// The keys of a step that some row sees, by their numbers there.
+// The keys of a step that some row sees, by their numbers there. A step in front of them has the first one behind it.
 struct StepKeys {
     int first, last;
 
-    __device__ __forceinline__ int nearest(int key) const { return min(max(key, first), last); }
+    __device__ __forceinline__ int nearest(int key) const { return max(min(key, last), first); }
 };
 
 // The steps of a warp, each kBlockN keys, so many keys apart. Which warp has a key depends on the key alone, so that a
@@ -50,19 +50,20 @@ struct Steps {
     static constexpr int kApart = kTeam * kBlockN;
     long long begin;  // key of the first one
     int count;        // all lanes know that it is the same in each
-    int first;        // key of the first one that some row sees
-    int last_seen;    // of the last one
+    int first;        // the first key that some row sees, counted from there
+    int last_seen;    // the last one, counted from the last step
 
     __device__ __forceinline__ Steps(const KeyRange& seen, const Place& place)
         : begin((seen.begin / kApart * kTeam + place.share) * kBlockN) {
         const unsigned long long rest = seen.end - 1 - begin;
         count = uniform(begin < seen.end ? static_cast<int>(rest / kApart) + 1 : 0);
-        first = static_cast<int>(max(seen.begin - begin, 0LL));
-        last_seen = min(static_cast<int>(rest % kApart), kBlockN - 1);
+        first = static_cast<int>(seen.begin - begin);
+        last_seen = static_cast<int>(rest % kApart);
     }
     // The last key that some row sees, where so many steps are left; behind the last step the first one.
     __device__ __forceinline__ int last(int left) const {
-        return left > 1 ? kBlockN - 1 : left == 1 ? last_seen : 0;
+        if (left > 1) return kBlockN - 1;
+        return left == 1 ? last_seen : 0;  // right either way: others are there, too
     }
 };
 

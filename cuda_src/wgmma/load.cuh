@@ -1,8 +1,7 @@
 // What lies in shared memory, and how Q, K and V get there.
 #pragma once
 
-#include "wgmma/panels.cuh"
-#include "wgmma/place.cuh"
+#include "wgmma/key_rows.cuh"
 #include "wgmma/store.cuh"
 
 namespace cuflash {
@@ -10,6 +9,7 @@ namespace cuflash {
 using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 
 static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kProducers == 0 && kConsumers == 1)));
+static_assert(!kPaged || kProducers != 0, "shuffles among those that multiply would cost them more than pages do");
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
 
 // Where blocks walk on, the next queries come while the last rows are finished: into another buffer or, where there is
@@ -69,35 +69,25 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
 }
 
 // Loads K and V, by the threads of a warpgroup, the last keys first.
-struct KeyLoader {
+struct KeyLoader : KeyRows<kPaged> {
     SharedTiles& shared;
-    const char *k, *v;
-    PanelCopy<kHeadDim> copy_k;
-    PanelCopy<kHeadDimV> copy_v;
 
     __device__ __forceinline__ KeyLoader(const AttentionParams& params, SharedTiles& shared, const Place& place,
                                          int thread)
-        : shared(shared),
-          copy_k(params.k_strides.row, params.head_dim, thread),
-          copy_v(params.v_strides.row, params.head_dim_v, thread) {
-        const long long first_key = place.walk.first_key(0);
-        k = copy_k.own_part(place.tile.k + first_key * params.k_strides.row);
-        v = copy_v.own_part(place.tile.v + first_key * params.v_strides.row);
-    }
+        : KeyRows<kPaged>(params, place, thread), shared(shared) {}
 
     template <bool kWhole>
     __device__ __forceinline__ void load_keys(int i, int num_keys) {
-        copy_k.load<kWhole>(shared.k[i % kStages], k, num_keys);
-        k -= kBlockN * copy_k.stride;
+        copy_keys<kWhole>(shared.k[i % kStages], num_keys);
     }
     template <bool kWhole>
     __device__ __forceinline__ void load_values(int i, int num_keys) {
-        copy_v.load<kWhole>(shared.v[i % kStages], v, num_keys);
-        v -= kBlockN * copy_v.stride;
+        copy_values<kWhole>(shared.v[i % kStages], num_keys);
     }
     // As buffers become free.
     template <bool kWhole>
     __device__ __forceinline__ void load_next(int i, int num_keys) {
+        find_tile();
         shared.keys.wait_until_free(i);
         load_keys<kWhole>(i, num_keys);
         shared.keys.arrive_with_copies(i);

@@ -65,7 +65,7 @@ class Launch:
 
     @property
     def extents(self) -> list[tuple[int, int, int, bool]]:
-        """Place in `ARRAYS` of each array that is not empty, how far it reaches from its address, whether it is written."""
+        """Place of each array that is not empty, how far it reaches from its address, whether it is written."""
         if self._extents is None:
             problem = self._problem
             written = (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE
 from ..problem.checks import BOUNDARY
-from ..problem.problem import Cache, Problem, Traits
+from ..problem.problem import Problem, Traits
 from ..settings import Settings
 from .axes import Axes, walked_axes
 from .build import Build, Program, build_of_rows, find_builds
@@ -140,10 +140,7 @@ def make_plan(
             f"q has {num_m_blocks * num_planes} tiles of {tile.block_m} rows, times {num_splits} splits: expected at "
             f"most {MAX_BLOCKS} on a GPU"
         )
-    if problem.seqlen_q * packed_heads > MAX_ROWS:
-        raise ValueError(f"q has {problem.seqlen_q} queries, expected at most {MAX_ROWS // packed_heads} on a GPU")
-    if problem.cache is not None:
-        _check_pages(problem.cache)
+    _check_counts(problem, packed_heads)
     workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
@@ -188,11 +185,15 @@ def _splits_of_cache(problem: Problem, build: Build, tile: Tile, num_splits: int
     return tile, max(1, -(-seqlen_k // split_size)) if split_size else 1, split_size
 
 
-def _check_pages(cache: Cache) -> None:
-    """Raise ValueError for more pages, or keys in them, than kernels count."""
-    if cache.num_pages > MAX_PAGED:
-        raise ValueError(f"k_cache has {cache.num_pages} pages, expected at most {MAX_PAGED} on a GPU")
-    room = cache.page_size * cache.max_pages
+def _check_counts(problem: Problem, packed_heads: int) -> None:
+    """Raise ValueError for more rows, pages or keys in pages than kernels count."""
+    if problem.seqlen_q * packed_heads > MAX_ROWS:
+        raise ValueError(f"q has {problem.seqlen_q} queries, expected at most {MAX_ROWS // packed_heads} on a GPU")
+    if problem.cache is None:
+        return
+    num_pages, room = problem.cache.num_pages, problem.cache.page_size * problem.cache.max_pages
+    if num_pages > MAX_PAGED:
+        raise ValueError(f"k_cache has {num_pages} pages, expected at most {MAX_PAGED} on a GPU")
     if room > MAX_PAGED:
         raise ValueError(f"page_table has room for {room} keys of a batch, expected at most {MAX_PAGED} on a GPU")
 

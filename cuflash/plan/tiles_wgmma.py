@@ -64,7 +64,7 @@ _WALKING = Tile(192, 80, 512, 2), Tile(192, 64, 512, 2), *_TILES_OF_128
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(192, 80, 512, 2), *_TILES_OF_128,
     *(tile._replace(walks_on=True) for tile in _WALKING),
-    Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 128, 2),
+    Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 256, 2), Tile(64, 64, 128, 2),
 )  # fmt: skip
 
 COST = Cost(
@@ -105,13 +105,16 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
         held, most = bucket_v // 2 + tile.block_n * 3 // 4, 184
         if tile.block_m == 192:
-            most = 128  # of 160 registers; of 152 where blocks walk on, which float32 and packed sequences need, too
+            most = 128 - 8 * traits.page_table  # of 160 registers; of 152 with pages, and where blocks walk on, which
+            # float32 and packed sequences need, too
             if tile.walks_on:
                 most -= 24 * (traits.out_dtype == "float32") + 8 * (traits.op == "attention_varlen")
             if traits.alibi_slopes or widest > (128 if tile.walks_on else 96):
                 return False
         if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
             return False
+        if tile.block_m == tile.block_n == 64 and (tile.num_threads == 256) != traits.page_table:
+            return False  # who multiplies looks up no pages
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     kinds: dict[tuple[int, bool], Tile] = {}

@@ -29,6 +29,7 @@ from kernels.test_precise import assert_precise, draw
 from cuflash import attention, attention_with_kv_cache, reference
 from cuflash.problem.arrays import DTYPES
 from cuflash.problem.describe import describe_attention
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.testing import Case, check, describe, make_data, run
 from emulator.emulator import Emulator, merge
 from emulator.test_kernels import MALFORMED, malformed, malformed_cache
@@ -126,6 +127,38 @@ def _split_window(emulator: Emulator) -> None:
     k[:580] = np.nan
     out = emulator.attention(q, k, k, **options)
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
+
+
+def _window_in_pages(emulator: Emulator) -> None:
+    """Pages in front of a window hold NaN, which begins inside of a warp's keys."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 4, 2, 32)).astype(_type(emulator))
+    pages = rng.standard_normal((64, 2, 16, 32)).astype(_type(emulator))
+    table = rng.permutation(64).astype(np.uint8)[np.newaxis]
+    options: dict[str, Any] = {"page_table": table, "seqlens_k": 1000, "window": (400, 0)}
+    problem = describe_kv_cache(q, pages, pages.copy(), **options)[0]
+    if emulator.refuses(problem):
+        return
+    exact, _ = reference.attention_with_kv_cache(q, pages, pages, **options)
+    pages[table[0, : 590 // 16]] = np.nan
+    out = emulator.run(*describe_kv_cache(q, pages, pages.copy(), **options))
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
+
+
+def _no_such_pages(emulator: Emulator) -> None:
+    """Of pages that there are not the nearest one is read, and nothing is written."""
+    q, new = np.ones((2, 1, 1, 32), _type(emulator)), np.full((2, 1, 1, 32), np.nan, _type(emulator))
+    keys = np.ones((3, 1, 16, 32), q.dtype)
+    values = keys * np.arange(3, dtype=q.dtype).reshape(3, 1, 1, 1)
+    table = np.zeros((2, 1), np.int64)
+    problem, infos = describe_kv_cache(
+        q, keys, values, seqlens_k=np.full(2, 5, np.int32), k_new=new, v_new=new, page_table=table
+    )
+    if emulator.refuses(problem):
+        return
+    table[:, 0] = 2**40, -(2**60)  # past the checks
+    out = emulator.run(problem, infos)
+    assert (out[0] == 2).all() and (out[1] == 0).all() and (keys == 1).all() and not np.isnan(values).any()
 
 
 def _splits_of_a_size(emulator: Emulator) -> None:
@@ -458,6 +491,8 @@ CALLS: dict[str, Call] = {
     "softcap_of_low_scores": softcap_of_low_scores,
     **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
     "split_window": _split_window,
+    "window_in_pages": _window_in_pages,
+    "no_such_pages": _no_such_pages,
     "splits_of_a_size": _splits_of_a_size,
     "splits_without_lse": _splits_without_lse,
     **{call.__name__: partial(_of_kernels, (test_points.KERNEL,), call) for call in test_points.CALLS},

@@ -442,6 +442,8 @@ def test_appended_keys_and_pages_are_named() -> None:
     pages, lengths = [np.empty((90, 2, 16, 64), np.float16) for _ in range(2)], np.zeros(2, np.int32)
     options = {"seqlens_k": lengths, "page_table": np.zeros((2, 40), np.int32), "k_new": x["new"], "v_new": x["new"]}
     found = cuflash.explain(cuflash.attention_with_kv_cache, x["q"], *pages, device=90, **options)
-    assert found.kernel == "forward_decode" and "90 pages of 16, 1 new, seqlens_k" in str(found)
+    assert found.kernel == "forward_wgmma" and "90 pages of 16, 1 new, seqlens_k" in str(found)
     assert "new keys are appended first, by append_keys\n" in str(found)
-    assert dict(found.refusals)["forward_wgmma"] == "does not implement page_table"
+    wide, options = [y.astype(np.float32) for y in (x["q"], *pages)], {**options, "k_new": None, "v_new": None}
+    found = cuflash.explain(cuflash.attention_with_kv_cache, *wide, device=90, **options)
+    assert dict(found.refusals)["precise_float32"] == "does not implement page_table"
