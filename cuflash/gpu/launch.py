@@ -110,7 +110,7 @@ class Launch:
         if settings().log or is_enabled(DEBUG):
             log_call(self._problem, self.plan, array_shapes(self._problem))
         if self.plan.workspace:
-            return self._run_in_workspace(pointers, out, lse, None if workspace is None else workspace.data)
+            return self._run_in_workspace(pointers, out, lse, workspace)
         if out is None and self._out is not None:
             out = self._out.allocate(self._cupy)
             pointers[_OUT] = out.data.ptr
@@ -122,25 +122,25 @@ class Launch:
         self._start(pointers)
         return out if self._lse is None else lse if self._out is None else (out, lse)
 
-    def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, memory: Any) -> Any:
+    def _run_in_workspace(self, pointers: list[int], out: Any, lse: Any, workspace: Any) -> Any:
         """Make keys and values ready in a workspace, or write partial results into it, and merge them; or both."""
         cupy, allocates_out, allocates_lse, size = self._cupy, out is None, lse is None, self.plan.workspace
-        if self._preparing is not None and memory is None:
+        if self._preparing is not None and workspace is None:
             # Without memory, or what keeps it alive as long as a captured graph, blocks prepare for themselves.
             if not is_capturing(cupy):
                 try:
-                    memory = cupy.cuda.alloc(size)
+                    workspace = cupy.empty(size, np.uint8)
                 except cupy.cuda.memory.OutOfMemoryError:
                     return self._without_preparation().run(pointers, out, lse)
             elif (lse if self._out is None else out) is not None:
                 return self._without_preparation().run(pointers, out, lse)
         if self._out is not None:
-            out, memory, address = allocate_with_workspace(cupy, self._out, out, size, memory)
+            out, workspace, address = allocate_with_workspace(cupy, self._out, out, size, workspace)
             if allocates_lse and self._lse is not None:
                 lse = self._lse.allocate(cupy)
         else:
             assert self._lse is not None, "there is some result"
-            lse, memory, address = allocate_with_workspace(cupy, self._lse, lse, size, memory)
+            lse, workspace, address = allocate_with_workspace(cupy, self._lse, lse, size, workspace)
         if allocates_out and out is not None:
             pointers[_OUT] = out.data.ptr
         if allocates_lse and lse is not None:

@@ -7,8 +7,9 @@ from math import prod
 from operator import ge
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ..plan.partial import partial_layout, partial_of, result_axes
-from ..plan.tiles import round_up
 from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
 from ..problem.problem import Operand, Problem, result_rows
@@ -77,19 +78,27 @@ def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], 
 class Result:
     """Shape, type and layout of a result to allocate."""
 
-    __slots__ = ("dtype", "shape", "size", "strides")
+    __slots__ = ("dtype", "shape", "strides")
 
     def __init__(self, shape: tuple[int, ...], dtype: str, strides: tuple[int, ...]) -> None:
         self.shape = shape
         self.dtype = DTYPES[dtype]
-        self.size = prod(shape) * self.dtype.itemsize
         strides = strides[len(strides) - len(shape) :]
         # New results are packed, so falling strides mean C order.
         self.strides = None if 0 in shape or all(map(ge, strides, strides[1:])) else strides
 
-    def allocate(self, cupy: Any, behind: int = 0) -> Any:
-        """Return a new array, with so many bytes behind it that live as long."""
-        return cupy.ndarray(self.shape, self.dtype, cupy.cuda.alloc(self.size + behind), self.strides)
+    def allocate(self, cupy: Any) -> Any:
+        """Return a new array."""
+        if self.strides is None:
+            return cupy.empty(self.shape, self.dtype)
+        memory = cupy.empty(prod(self.shape), self.dtype)
+        return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides)
+
+    def allocate_with(self, cupy: Any, workspace: int) -> tuple[Any, Any]:
+        """Return a new array and a workspace, in memory that lives as long as either."""
+        offset = -(-prod(self.shape) * self.dtype.itemsize // BOUNDARY) * BOUNDARY
+        memory = cupy.empty(offset + workspace, np.uint8)
+        return cupy.ndarray(self.shape, self.dtype, memory.data, self.strides), memory[offset:]
 
 
 def results_of(problem: Problem) -> tuple[Result | None, Result | None]:
@@ -105,19 +114,17 @@ def is_capturing(cupy: Any) -> bool:
     return capturing
 
 
-def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, memory: Any) -> tuple[Any, Any, int]:
-    """Return `out` and memory of `size` bytes, both allocated if not given, and where it begins on a boundary.
+def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, workspace: Any) -> tuple[Any, Any, int]:
+    """Return `out` and a workspace, both allocated if not given, and the address of its first boundary.
 
-    Under capture of a graph, `out` keeps allocated memory alive: the graph runs when the call has long returned, in
-    memory that must be nobody else's.
+    Under capture of a graph, `out` keeps an allocated workspace alive: the graph runs when the call has long returned,
+    in memory that must be nobody else's.
     """
-    if memory is None and size:
+    if workspace is None and size:
         if not is_capturing(cupy):
-            memory = cupy.cuda.alloc(size)
+            workspace = cupy.empty(size, np.uint8)
         elif out is None:
-            offset = round_up(result.size, BOUNDARY)
-            out = result.allocate(cupy, offset - result.size + size)
-            memory = out.data + offset
+            out, workspace = result.allocate_with(cupy, size)
         else:
             raise ValueError(
                 f"workspace is None, expected a uint8 array of {size} bytes: out is given, the keys are split, and a "
@@ -125,7 +132,7 @@ def allocate_with_workspace(cupy: Any, result: Result, out: Any, size: int, memo
             )
     if out is None:
         out = result.allocate(cupy)
-    return out, memory, 0 if memory is None else round_up(memory.ptr, BOUNDARY)
+    return out, workspace, -(-workspace.data.ptr // BOUNDARY) * BOUNDARY if workspace is not None else 0
 
 
 def check_size(infos: dict[str, ArrayInfo], needed: int) -> None:

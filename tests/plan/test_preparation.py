@@ -112,14 +112,14 @@ def test_without_memory_blocks_prepare_for_themselves(monkeypatch: pytest.Monkey
     def kernel_function(program: Any, device_id: int) -> Any:
         return lambda *arguments: launched.append(dict(program.macros).get("PREPARED", program.kernel))
 
-    def alloc(size: int) -> Any:
+    def empty(size: int, dtype: Any) -> Any:
         raise cupy.cuda.memory.OutOfMemoryError(size, 0)
 
     for module in (launch, workspace):
         monkeypatch.setattr(module, "kernel_function", kernel_function)
     monkeypatch.setattr(launch, "device_info", lambda device_id: H200)
     monkeypatch.setattr(launch, "is_capturing", lambda cupy: False)
-    monkeypatch.setattr(cupy.cuda, "alloc", alloc)
+    monkeypatch.setattr(cupy, "empty", empty)
     monkeypatch.setattr(launch.Launch, "run", _on_device(launch.Launch.run))
     problem = square("float32", 64)
     call, out = launch.Launch(problem, _plan(problem), 0), object()

@@ -149,29 +149,21 @@ def test_without_lse(spec: KernelSpec) -> None:
     assert emulator.attention(x, x, x).tobytes() == out.tobytes()
 
 
-class _Memory:
-    """CuPy's `MemoryPointer`, of the host."""
-
-    def __init__(self, whole: np.ndarray, offset: int = 0) -> None:
-        self.whole, self.offset = whole, offset
-        self.ptr = whole.ctypes.data + offset
-
-    def __add__(self, offset: int) -> _Memory:
-        return _Memory(self.whole, self.offset + offset)
-
-
 def _fake_cupy(*, capturing: bool) -> Any:
     class Array(np.ndarray):
-        data = None
+        @property
+        def data(self) -> Any:
+            return SimpleNamespace(ptr=self.ctypes.data, memory=self)
 
-    def new(shape: Any, dtype: Any, memory: _Memory, strides: Any) -> Any:
-        array = np.ndarray(shape, dtype, memory.whole, memory.offset, strides).view(Array)
-        array.data = memory
-        return array
+    def new(shape: Any, dtype: Any, data: Any, strides: Any) -> Any:
+        return np.ndarray(shape, dtype, data.memory, 0, strides).view(Array)
 
     stream = SimpleNamespace(is_capturing=lambda: capturing)
-    cuda = SimpleNamespace(get_current_stream=lambda: stream, alloc=lambda size: _Memory(np.empty(size, np.uint8)))
-    return SimpleNamespace(ndarray=new, cuda=cuda)
+    return SimpleNamespace(
+        empty=lambda shape, dtype: np.empty(shape, dtype).view(Array),
+        ndarray=new,
+        cuda=SimpleNamespace(get_current_stream=lambda: stream),
+    )
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -179,15 +171,19 @@ def test_memory(swapped: bool) -> None:
     problem = dense(gpu((2, 3, 5, 16))) if not swapped else dense(gpu((2, 3, 5, 16), strides=(480, 32, 96, 2)))
     result = workspace.Result((2, 3, 5, 16), problem.traits.out_dtype, problem.strides.out)
     cupy = _fake_cupy(capturing=False)
-    out, memory, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
-    assert not np.shares_memory(out, memory.whole) and address == memory.ptr and memory.whole.size == 100
-    given = cupy.cuda.alloc(200) + 3
-    same, memory, address = workspace.allocate_with_workspace(cupy, result, out, 100, given)
-    assert same is out and memory is given and address % 16 == 0 and 0 <= address - given.ptr < 16
+    out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
+    assert not np.shares_memory(out, scratch) and address % 16 == 0 and scratch.size == 100
+    given = cupy.empty(200, np.uint8)[3:]
+    same, scratch, address = workspace.allocate_with_workspace(cupy, result, out, 100, given)
+    assert same is out and scratch is given and address % 16 == 0 and 0 <= address - given.ctypes.data < 16
     cupy = _fake_cupy(capturing=True)
-    out, memory, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
-    assert memory.whole is out.data.whole and memory.whole.size == 960 + 100, "one allocation, which the result keeps"
-    assert address == out.ctypes.data + 960 and out.strides == problem.strides.out
+    out, scratch, address = workspace.allocate_with_workspace(cupy, result, None, 100, None)
+    memory = out.base
+    while memory.base is not None:
+        memory = memory.base
+    assert memory.nbytes == 2 * 3 * 5 * 16 * 2 + 100, "one allocation, which the result keeps"
+    assert out.ctypes.data + 960 <= address and address + 100 <= memory.ctypes.data + memory.nbytes
+    assert out.strides == problem.strides.out
     with pytest.raises(ValueError, match="workspace is None, expected a uint8 array of 100 bytes: out is given"):
         workspace.allocate_with_workspace(cupy, result, out, 100, None)
 
