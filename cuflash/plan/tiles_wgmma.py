@@ -105,8 +105,9 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
         held, most = bucket_v // 2 + tile.block_n * 3 // 4, 184
         if tile.block_m == 192:
-            most = 128 - 8 * traits.page_table  # of 160 registers; of 152 with pages, and where blocks walk on, which
-            # float32 and packed sequences need, too
+            # Of 160 registers; of 152 where loaders look up pages, or where blocks walk on, which float32 and packed
+            # sequences need, too. Of those with both, 192x80 spills at 128 features with NVRTC 13.0.
+            most = 128 - 8 * traits.page_table
             if tile.walks_on:
                 most -= 24 * (traits.out_dtype == "float32") + 8 * (traits.op == "attention_varlen")
             if traits.alibi_slopes or widest > (128 if tile.walks_on else 96):
