@@ -271,7 +271,8 @@ def measure(file: Path, kernel: str) -> None:
         return lambda: launch.run(list(pointers), out, lse, workspace)
 
     device = device_info(0)
-    kept = [old for old in json.loads(file.read_text())["problems"] if old["kernel"] != kernel] if kernel else []
+    earlier = json.loads(file.read_text()) if kernel else {"device": "", "problems": []}
+    kept = [old for old in earlier["problems"] if old["kernel"] != kernel]
     wanted = [case for case in cases() if kernel in ("", case.kernel)]
     found = [(case, list(candidates(case, device))) for case in wanted]
 
@@ -304,7 +305,10 @@ def measure(file: Path, kernel: str) -> None:
         calls = {(str(tile), splits): run(plan_of(case, tile, splits)) for tile, splits in chosen}
         times = backend.time_candidates(calls, REPEATS)
         stored.append(case._asdict() | {"times": [[*key, round(median, 2)] for key, (_, median) in times.items()]})
-    file.write_text(dumps({"device": backend.device_name(), "problems": stored}))
+    name = backend.device_name()
+    if kept and name != earlier["device"]:
+        name = f"{earlier['device']}; {kernel}: {name}"
+    file.write_text(dumps({"device": name, "problems": stored}))
 
 
 def dumps(stored: dict[str, Any]) -> str:

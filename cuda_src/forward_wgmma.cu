@@ -39,8 +39,11 @@
 
 namespace cuflash {
 
+// Blocks of one warpgroup and loaders leave half of the registers to a launch behind them that merges their results.
+constexpr bool kLeavesHalf = kConsumers == 1 && kProducers != 0 && kHeadDimV <= 128;
+constexpr int kBlocksOfRegisters = kLeavesHalf ? 2 : kMinBlocks;
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
-constexpr int kAllRegisters = 65536 / kThreads / kMinBlocks / 8 * 8 * (kConsumers + 1);
+constexpr int kAllRegisters = 65536 / kThreads / kBlocksOfRegisters / 8 * 8 * (kConsumers + 1);
 constexpr int kLoaderRegisters = kWalksOn || kPaged || kHeadDim > 192 ? 56 : kConsumers == 3 ? 32 : 40;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
@@ -268,7 +271,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 
 }  // namespace cuflash
 
-extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kMinBlocks)
+extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kBlocksOfRegisters)
     cuflash_forward_wgmma(const __grid_constant__ cuflash::AttentionParams params) {
     extern __shared__ __align__(1024) char shared_memory[];
     cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));

@@ -68,7 +68,8 @@ struct AttentionParams {
     Divisor num_m_blocks;    // tiles along the rows of one head (packed sequences: upper bound over all of them)
     Divisor planes_at_once;  // heads whose tiles take turns, those with the most keys first; 0: one after another
     Divisor tiles_at_once;   // of them
-    long long num_pairs;     // of tiles (packed sequences: tiles) that blocks go through, see wgmma/place.cuh
+    long long num_stops;     // of blocks that walk on (packed sequences: upper bound), see wgmma/place.cuh
+    long long in_pairs;      // whether these are pairs of tiles
     long long first_block;   // index of this launch's first block in the whole grid
     // Blocks that share the keys of one tile; out and lse are then their partial results, this many bytes apart, and
     // the columns of lse are the row's largest logit, its sum relative to that and its offset, see store_sum.

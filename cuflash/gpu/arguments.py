@@ -36,7 +36,8 @@ LENGTHS: Fields = (
     ("num_m_blocks", DIVISOR),
     ("planes_at_once", DIVISOR),
     ("tiles_at_once", DIVISOR),
-    ("num_pairs", "q"),
+    ("num_stops", "q"),
+    ("in_pairs", "q"),
     ("first_block", "q"),
 )
 SPLITS: Fields = (
@@ -209,7 +210,8 @@ class Packer:
             num_m_blocks=divisor(num_m_blocks),
             planes_at_once=divisor(planes_at_once),
             tiles_at_once=divisor(planes_at_once * num_m_blocks),
-            num_pairs=plan.num_pairs,
+            num_stops=plan.num_stops,
+            in_pairs=plan.in_pairs,
             first_block=first_block,
         )
         steps, outer_steps = (_varlen_strides(strides), _NOT_OUTER) if varlen else self._dense_strides(strides)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..problem.problem import Traits
 from ..settings import Settings
 from .axes import BATCH_AXES
-from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, Walk, cheapest, pace_of, rounded, times_of_walking
 from .features import Macros, feature_macros
 from .partial import partial_traits
 from .table import KERNELS, Device, KernelSpec, Tile, choose_row
@@ -78,6 +78,11 @@ class Build:
     def resident_blocks(self, tile_idx: int) -> int:
         """Blocks of a tile that the device holds."""
         return len(self._paces[tile_idx].times) * self._device.num_multiprocessors
+
+    def in_pairs(self, tile_idx: int, walk: Walk) -> bool:
+        """Whether blocks that walk on go from pair to pair of tiles."""
+        tiles, pairs = times_of_walking(self._paces[tile_idx], walk, self._device.num_multiprocessors)
+        return pairs <= tiles
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
         """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""

@@ -62,7 +62,9 @@ class Cost(NamedTuple):
     next_tile: float = 0
     """For each tile that a block goes on with, in place of `block`."""
     in_step: float = 1
-    """Factor of the time of a tile of keys where blocks go on: all of them are in step."""
+    """Factor of the time of a tile of keys where blocks go from tile to tile: all of them are in step."""
+    in_pairs: float = 1
+    """The same, where they go from pair to pair of tiles."""
 
 
 class Pace(NamedTuple):
@@ -80,6 +82,9 @@ class Pace(NamedTuple):
     """For each key of each key head, read once."""
     next_tile: float
     """Of a tile that a block goes on with, beside its keys."""
+    in_step: float
+    in_pairs: float
+    """Factors of `times` where blocks go from tile to tile, and from pair to pair."""
 
 
 def pace_of(
@@ -95,7 +100,7 @@ def pace_of(
 
     `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
     """
-    rows, keys, threads, stages, prepared, walks_on = tile
+    rows, keys, threads, stages, prepared, _ = tile
     loads, copies = keys * features, keys * features / threads
     work = cost.product * rows * loads + cost.weight * rows * keys + cost.tile
     work += cost.load * loads * (readers or threads / 128)
@@ -105,11 +110,11 @@ def pace_of(
     latency += cost.latency_weight * rows * keys / threads
     if stages == 1:
         latency += cost.exposed_copy * copies
-    factor = cost.in_step if walks_on else 1
-    times = tuple(factor * sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
+    times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, cost.next_tile)
+    walking = cost.next_tile, cost.in_step, cost.in_pairs
+    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, *walking)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -292,7 +297,7 @@ def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
 def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     """Time of all blocks."""
     if pace.tile.walks_on:
-        time = _time_of_pairs(pace, walk, multiprocessors)
+        time = min(times_of_walking(pace, walk, multiprocessors))
     else:
         time = _time_of_blocks(pace, walk, multiprocessors, splits)
     of_blocks, of_memory = max(time - pace.block, 0.0), pace.stream * walk.num_keys
@@ -303,11 +308,15 @@ CORNER = 5
 """How near the larger of two times is to what both take: memory and blocks take turns to be the limit."""
 
 
-def _time_of_pairs(pace: Pace, walk: Walk, multiprocessors: int) -> float:
-    """Time of as many blocks as the device holds, all of which have equally much to do."""
-    rounds = -(-walk.num_pairs // (len(pace.times) * multiprocessors))
-    tiles = 2 * (pace.next_tile + walk.num_steps * walk.average * pace.times[-1])
-    return pace.block - pace.next_tile + rounds * tiles
+def times_of_walking(pace: Pace, walk: Walk, multiprocessors: int) -> tuple[float, float]:
+    """Time of as many blocks as the device holds, which go from tile to tile, or from pair to pair.
+
+    Of tiles the longest ones decide; all pairs are alike.
+    """
+    resident, begin, of_keys = len(pace.times) * multiprocessors, pace.block - pace.next_tile, pace.times[-1]
+    longest = pace.next_tile + walk.num_steps * of_keys * pace.in_step
+    pair = 2 * (pace.next_tile + walk.num_steps * walk.average * of_keys * pace.in_pairs)
+    return begin + -(-walk.num_tiles // resident) * longest, begin + -(-walk.num_pairs // resident) * pair
 
 
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:

@@ -62,8 +62,10 @@ class Plan(NamedTuple):
     workspace: int
     """Bytes of scratch memory in global memory."""
     num_batches: int
-    num_pairs: int
-    """Of tiles that blocks go through, of packed sequences at most; 0: each block has one tile."""
+    num_stops: int
+    """Of blocks that go from tile to tile, of packed sequences at most; 0: each block has one tile."""
+    in_pairs: bool
+    """Whether each of these is a pair of tiles."""
     num_m_blocks: int
     group_size: int
     packed_heads: int
@@ -131,10 +133,11 @@ def make_plan(
     for _, length in batch_axes:
         num_batches *= length
     num_planes = problem.num_heads_q // packed_heads * num_batches
-    num_blocks, num_pairs = num_m_blocks * num_planes * num_splits, 0
+    num_blocks, num_stops, in_pairs = num_m_blocks * num_planes * num_splits, 0, False
     if tile.walks_on:
-        num_pairs = num_m_blocks * -(-num_planes // 2)
-        num_blocks = min(num_pairs, build.resident_blocks(choice.tile_idx))
+        in_pairs = build.in_pairs(choice.tile_idx, walk_of(lengths, tile))
+        num_stops = num_m_blocks * (-(-num_planes // 2) if in_pairs else num_planes)
+        num_blocks = min(num_stops, build.resident_blocks(choice.tile_idx))
     if num_m_blocks * num_planes * num_splits > MAX_BLOCKS:
         raise ValueError(
             f"q has {num_m_blocks * num_planes} tiles of {tile.block_m} rows, times {num_splits} splits: expected at "
@@ -149,11 +152,12 @@ def make_plan(
         num_blocks,
         workspace,
         num_batches,
-        num_pairs,
+        num_stops,
+        in_pairs,
         num_m_blocks,
         lengths.group_size,
         packed_heads,
-        0 if num_pairs else _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
+        0 if num_stops else _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
         batch_axes,
         outer_axes,
         num_splits,

@@ -38,6 +38,8 @@ TILES = {
     **dict.fromkeys(("wide", "wide keys", "wide values"), "128x64x2w"),
 }
 """Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
+PAIRS = "odd heads, odd tiles", "even heads, groups", "window", "wide"
+"""Where blocks go from pair to pair of tiles, as these differ in their keys."""
 WIDTHS = (64, "192x80x2w"), (96, "192x64x2w"), (128, TILE), (128, "192x80x2w"), (192, "128x96x2w"), (256, "128x64x2w")
 """Head dimensions, and tiles that a GPU is to walk on with; the fourth has no registers for results in float32."""
 PACKED = (32, TILE), (72, "192x80x2w")
@@ -51,7 +53,7 @@ def walks(emulator: Emulator) -> None:
     if emulator.spec.name != KERNEL:
         return
     x = draw(3, 140, 16)
-    assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one pair to each
+    assert_right(Emulator(KERNEL, TILE, emulator.device, emulator.seed, emulator.sources), x, x, x)  # one tile to each
     device = emulator.device._replace(num_multiprocessors=3)
     for name in SHAPES:
         _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), name)
@@ -64,19 +66,21 @@ def _walk(emulator: Emulator, name: str) -> None:
     *rows, features = shape_k
     q, k, v = draw(*shape_q), draw(*shape_k, seed=1), draw(*rows, VALUES.get(name, features), seed=2)
     plan = make_plan(describe_attention(q, k, v, **options)[0], emulator.device, emulator.settings)
-    assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
+    assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_stops
+    assert plan.in_pairs == (name in PAIRS)
     assert_right(emulator, q, k, v, **options)
 
 
 def _walk_packed(emulator: Emulator, head_dim: int) -> None:
-    """Sequences of several tiles, one, and none, and tokens behind them."""
-    boundaries = np.cumsum([0, 300, 0, 50, 129, 5])
-    q, k, v = (draw(500, 2, head_dim, seed=seed) for seed in range(3))
-    call = q, k, v, boundaries, boundaries
-    for causal in (False, True):
+    """Sequences of several tiles, one, and none, and tokens behind them; by tiles, and by pairs of tiles."""
+    for causal, lengths in ((False, (300, 0, 50, 129, 5)), (True, (300, 250))):
+        boundaries = np.cumsum([0, *lengths])
+        q, k, v = (draw(boundaries[-1] + 16, 3, head_dim, seed=seed) for seed in range(3))
+        call = q, k, v, boundaries, boundaries
         problem = describe_varlen(*call, causal=causal)[0]
         plan = make_plan(problem, emulator.device, emulator.settings)
-        assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_pairs
+        assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_stops
+        assert plan.in_pairs == causal
         out, lse = emulator.attention_varlen(*call, causal=causal, return_lse=True)
         exact, exact_lse = reference.attention_varlen(*call, causal=causal)
         np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
@@ -129,7 +133,7 @@ def test_blocks_walk_on_a_gpu(options: dict[str, Any], head_dim: int, tile: str,
     problem = describe(case, dtype)
     if spec.refusal(problem.traits, device) is not None:
         pytest.skip(f"{KERNEL} is not for {device.arch}")
-    assert make_plan(problem, device, Settings(KERNEL, tile, False)).num_pairs
+    assert make_plan(problem, device, Settings(KERNEL, tile, False)).num_stops
     data = make_data(case, dtype)
     with cuflash.options(kernel=KERNEL, tile=tile):
         first, second = (run(case, data, cupy) for _ in range(2))
@@ -153,7 +157,7 @@ def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool, head_dim
         spec = next(spec for spec in KERNELS if spec.name == KERNEL)
         if spec.refusal(problem.traits, device_info(0)) is not None:
             pytest.skip(f"{KERNEL} is not for this GPU")
-        assert make_plan(problem, device_info(0), Settings(KERNEL, tile, False)).num_pairs
+        assert make_plan(problem, device_info(0), Settings(KERNEL, tile, False)).num_stops
         found = []
         for _ in range(2):
             out, lse = cupy.full_like(call[0], np.nan), cupy.full(q.shape[:-1], np.nan, np.float32)

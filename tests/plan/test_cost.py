@@ -23,6 +23,7 @@ from cuflash.plan.cost import (
     lengths_of,
     time_of,
     time_of_a_split,
+    times_of_walking,
     walk_of,
 )
 from cuflash.plan.plan import make_plan
@@ -95,7 +96,7 @@ def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
 
 
-PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.0, 0.5)
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.0, 0.5, 1.25, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,16 @@ def test_blocks_walk_on_where_there_are_many_tiles() -> None:
     assert time_of(pace, many, 132, 1) == pytest.approx(2 - 0.5 + 4 * (0.5 + 8 * 1.5))
     assert time_of(pace, many, 132, 1) < time_of(PACE, many, 132, 1)
     assert time_of(pace, one, 132, 1) > time_of(PACE, one, 132, 1)
+
+
+def test_blocks_walk_by_tiles_or_by_pairs() -> None:
+    """Pairs are alike where tiles differ. Where these do not, three tiles to a block are fewer than two pairs."""
+    pace = PACE._replace(tile=PACE.tile._replace(walks_on=True))
+    for average in (1.0, 0.5):
+        by_tiles, by_pairs = times_of_walking(pace, Walk(3 * 264, 8, average, 512, 3 * 132), 132)
+        assert by_tiles == pytest.approx(2 - 0.5 + 3 * (0.5 + 8 * 1.5 * 1.25))
+        assert by_pairs == pytest.approx(2 - 0.5 + 4 * (0.5 + 8 * 1.5 * average))
+        assert (by_pairs < by_tiles) == (average < 1)
 
 
 def test_blocks_of_different_lengths_drift_apart() -> None:
