@@ -12,8 +12,8 @@ constexpr bool kWalksOn = CUFLASH_WALKS_ON;
 
 constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next one
 
-// Blocks that walk on go from stop to stop: a tile each, or a pair of tiles, all alike where later rows see more keys: a
-// tile of a head, from the last one on, and one of the head behind it, from the first one on. Half 2 i is the first
+// Blocks that walk on go from stop to stop: a tile each, or a pair of tiles, all alike where later rows see more keys:
+// a tile of a head, from the last one on, and one of the head behind it, from the first one on. Half 2 i is the first
 // tile of the block's i-th stop. Those of a packed sequence follow each other; nobody knows how many there are in all
 // before they are looked for. Each of their rounds begins with another block, 0.62 of them farther on, as sequences and
 // rounds may be equally long: so shares are nearly alike.
@@ -35,11 +35,13 @@ __device__ __forceinline__ bool map_half(const AttentionParams& params, int half
             if (thread_index_again() % 32 == 0) of_pair = segment;
         }
         const unsigned int index = segment.tile * plane_stops + number % plane_stops;
-        plane = index / segment.num_tiles * planes_of_stop, rest = index % segment.num_tiles, last = segment.num_tiles - 1;
+        plane = index / segment.num_tiles * planes_of_stop, rest = index % segment.num_tiles,
+        last = segment.num_tiles - 1;
     } else {
         const Divided stop(first + blockIdx.x, params.num_m_blocks);
         planes = num_planes(params);
-        plane = stop.quotient * planes_of_stop, rest = stop.rest, last = static_cast<unsigned int>(params.num_m_blocks) - 1;
+        plane = stop.quotient * planes_of_stop, rest = stop.rest,
+        last = static_cast<unsigned int>(params.num_m_blocks) - 1;
     }
     if (params.in_pairs && !is_second && plane + 1 < planes) next = half + 1;
     // right either way: a packed one that finds nothing

@@ -8,11 +8,11 @@ from .cost import Cost
 from .features import Macros
 from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
-_BUCKETS = (64, 80, 96, 128, 192, 256)
+_BUCKETS = (32, 48, 64, 80, 96, 128, 192, 256)
 
 
 def wgmma_bucket(head_dim: int) -> int:
-    """64, 80, 96, 128, 192 or 256."""
+    """32, 48, 64, 80, 96, 128, 192 or 256."""
     return next((bucket for bucket in _BUCKETS if head_dim <= bucket), 0)
 
 
@@ -68,21 +68,21 @@ _WGMMA_TILES = (
 )  # fmt: skip
 
 COST = Cost(
-    product=2.61e-07,
-    weight=2.43e-05,
+    product=3.35e-07,
+    weight=2.94e-05,
     load=1.28e-08,
     tile=0.00349,
-    latency=0.7,
-    latency_load=2.04e-05,
+    latency=0.507,
+    latency_load=2.02e-05,
     copy=0,
     exposed_copy=0,
-    block=4.06,
-    block_load=0.000622,
+    block=3.99,
+    block_load=0.000828,
     merge=3.91,
     merge_split=0.0189,
     merge_byte=2.03e-07,
     stream=4.82e-07,
-    next_tile=2.74,
+    next_tile=2.75,
     in_step=1.05,
     in_pairs=1.01,
 )

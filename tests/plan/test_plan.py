@@ -131,8 +131,8 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
-bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
+float16 D=64, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x4
+bfloat16 D=64, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x4
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
@@ -167,8 +167,8 @@ float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
-float16 D=32, forward_mma, 128x64x2/128, grid 2048, 37856 B, batch 0:4, D 32/32, align 16, x3
-float16 D=80, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 80/80, align 16, x1
+float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
+float16 D=80, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 80/80, align 16, x1
 float16 D=96, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 96/96, align 16, x1
 float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
 float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
@@ -201,7 +201,7 @@ D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 231424 B, batch 0:4, D 19
 D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 177152 B, batch 0:4, D 64/128, align 16, x1
 D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 256/64, align 16, x1
 GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 192x80x2w/512, grid 132, 198656 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 128x128x2/384, grid 8192, 174080 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 174080 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
