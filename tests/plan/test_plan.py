@@ -131,16 +131,16 @@ CASES: list[tuple[str, Problem, int]] = [
 ]
 
 GOLDEN = """\
-float16 D=64, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x4
-bfloat16 D=64, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x4
+float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
+bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
 float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
 bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_wide, 32x128/256, grid 8192, 166144 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
