@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -175,6 +174,8 @@ def _version(version: tuple[int, ...]) -> str:
 
 def _cupy_packages() -> list[str]:
     """CuPys that pip or conda have installed; they share one folder, so more than one is a fault."""
+    from importlib import metadata  # 7 % of the time that importing cuflash took, and few ask
+
     return [name for name in _CUPY_PACKAGES if any(metadata.distributions(name=name))]
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..problem.problem import Traits
 from ..settings import Settings
 from .axes import BATCH_AXES
-from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, Walk, cheapest, pace_of, rounded, times_of_walking
+from .cost import MAX_SPLITS, Choice, Cost, Lengths, Pace, cheapest, pace_of, rounded, times_of_walking, walk_of
 from .features import Macros, feature_macros
 from .partial import partial_traits
 from .table import KERNELS, Device, KernelSpec, Tile, choose_row
@@ -70,19 +70,17 @@ class Build:
     def choose(self, lengths: Lengths, prepares: bool = True) -> Choice:
         """Tile and splits that take the least time. No tile `prepares` where that can't be."""
         multiprocessors = self._device.num_multiprocessors
-        choice = cheapest(
-            self._paces, self._cost, Lengths(*rounded(lengths)), self._traits.head_dim_v, multiprocessors, prepares
-        )
-        return choice
+        lengths = Lengths(*rounded(lengths))
+        choice = cheapest(self._paces, self._cost, lengths, self._traits.head_dim_v, multiprocessors, prepares)
+        pace = self._paces[choice.tile_idx]
+        if not pace.tile.walks_on:
+            return choice
+        tiles, pairs = times_of_walking(pace, walk_of(lengths, pace.tile), multiprocessors)
+        return choice._replace(in_pairs=pairs <= tiles)
 
     def resident_blocks(self, tile_idx: int) -> int:
         """Blocks of a tile that the device holds."""
         return len(self._paces[tile_idx].times) * self._device.num_multiprocessors
-
-    def in_pairs(self, tile_idx: int, walk: Walk) -> bool:
-        """Whether blocks that walk on go from pair to pair of tiles."""
-        tiles, pairs = times_of_walking(self._paces[tile_idx], walk, self._device.num_multiprocessors)
-        return pairs <= tiles
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
         """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""

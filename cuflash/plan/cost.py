@@ -197,6 +197,8 @@ class Choice(NamedTuple):
     time: float
     tile_idx: int
     num_splits: int
+    in_pairs: bool = False
+    """Whether blocks that walk on go from pair to pair of tiles."""
 
 
 def cheapest(

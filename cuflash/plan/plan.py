@@ -133,9 +133,8 @@ def make_plan(
     for _, length in batch_axes:
         num_batches *= length
     num_planes = problem.num_heads_q // packed_heads * num_batches
-    num_blocks, num_stops, in_pairs = num_m_blocks * num_planes * num_splits, 0, False
+    num_blocks, num_stops, in_pairs = num_m_blocks * num_planes * num_splits, 0, tile.walks_on and choice.in_pairs
     if tile.walks_on:
-        in_pairs = build.in_pairs(choice.tile_idx, walk_of(lengths, tile))
         num_stops = num_m_blocks * (-(-num_planes // 2) if in_pairs else num_planes)
         num_blocks = min(num_stops, build.resident_blocks(choice.tile_idx))
     if num_m_blocks * num_planes * num_splits > MAX_BLOCKS:

@@ -82,15 +82,17 @@ print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))
 
 def test_import_without_a_driver_is_quick() -> None:
     code = f"""
-import time, numpy
+import time
 {WITHOUT_DRIVER}
-begin = time.perf_counter()
+begin = time.process_time()
+import numpy
+between = time.process_time()
 import cuflash
-print(time.perf_counter() - begin)
+print((time.process_time() - between) / (between - begin))
 """
-    seconds = min(measure(code) for _ in range(5))
-    # The aim is 0.15 s; machines whose cores are shared need some room.
-    assert seconds < 0.3, f"{seconds:.3f} s above import numpy"
+    # By the processor's time, against another library's: other processes, and slow machines, change both.
+    ratio = min(measure(code) for _ in range(5))
+    assert ratio < 2, f"{ratio:.2f} times import numpy"
 
 
 def test_import_is_silent_without_a_driver() -> None:
