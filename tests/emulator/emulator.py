@@ -47,10 +47,9 @@ DEBUG = os.environ.get("CPU_CUDA_DEBUG") == "1"
 """Unoptimised kernels without checks of memory, for a debugger."""
 
 _COMMON = ("-std=c++17", "-fPIC", "-shared", "-ffp-contract=off", "-Wno-unknown-pragmas")
-_CHECKED = ("-O1", "-g1", "-fsanitize=thread,alignment,bounds", "-nostdlib")
-"""-nostdlib keeps g++'s own sanitizer libraries away; runtime.cpp is behind the checks."""
-_CHECKED_ONCE = ("-Og", *_CHECKED[1:])
-"""For changed sources, which run once: less time to compile than -O1, more to run."""
+_CHECKED = ("-Og", "-g1", "-fsanitize=thread,alignment,bounds", "-nostdlib")
+"""-nostdlib keeps g++'s own sanitizer libraries away; runtime.cpp is behind the checks. Most kernels run once or twice:
+with -O1 it all takes an eighth longer."""
 
 
 class EmulationError(AssertionError):
@@ -216,16 +215,16 @@ extern "C" void cpu_cuda_entry(const void* params) {{ cpu_cuda_call({entry}, par
 _kernels: dict[str, Kernel] = {}
 
 
-def compile_text(text: str, entry: str, sources: Path, checks: tuple[str, ...] = _CHECKED) -> Kernel:
+def compile_text(text: str, entry: str, sources: Path) -> Kernel:
     """Compile a CUDA source whose kernel is called `entry` and takes one struct, with includes from `sources`."""
-    key = _key(text, entry, str(sources), *checks, _harness_digest())
+    key = _key(text, entry, str(sources), *_CHECKED, _harness_digest())
     if key not in _kernels:
         _runtime()
         library = sources.parent / f"{key}.so"
         if not library.exists():
             source = sources.parent / f"{key}.cpp"
             source.write_text(text + _TRAMPOLINE.format(entry=entry))
-            options = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else checks
+            options = ("-O0", "-g", "-DCPU_CUDA_DEBUG") if DEBUG else _CHECKED
             _build(
                 library,
                 [*options, *_processor_flags(), f"-I{sources}", "-include", str(HERE / "builtins.h"), str(source)],
@@ -236,10 +235,9 @@ def compile_text(text: str, entry: str, sources: Path, checks: tuple[str, ...] =
 
 def compile_kernel(program: Program, sources: Path | None = None) -> Kernel:
     """Compile the entry file of a program, unchanged; `sources` is a folder made by `shadow_sources`."""
-    checks = _CHECKED if sources is None else _CHECKED_ONCE
     if sources is None:
         sources = shadow_sources(BUILD / f"{source_digest()}-{_harness_digest()}" / "src")
-    return compile_text(entry_text(program), f"cuflash_{program.kernel}", sources, checks)
+    return compile_text(entry_text(program), f"cuflash_{program.kernel}", sources)
 
 
 class Emulator:

@@ -71,6 +71,7 @@ def test_tf32(spec: KernelSpec, case: Case) -> None:
 
 @rows
 @dtypes
+@pytest.mark.share(4)
 @pytest.mark.parametrize("bias", [-1e30, float(np.finfo(np.float32).min), -(2.0**27), 2.0**26 + 8])
 def test_huge_logits(spec: KernelSpec, dtype: str, bias: float) -> None:
     """They are not hidden, however low, and weights do not overflow, however coarse logits are."""
@@ -164,7 +165,7 @@ def test_forward_mma_has_a_tile_of_every_form() -> None:
     ],
 )
 @rows
-@pytest.mark.share(5)
+@pytest.mark.share(len(KERNELS))
 def test_random_calls(spec: KernelSpec, calls: Any, max_examples: int) -> None:
     @settings(SETTINGS, max_examples=max_examples)
     @given(calls)
@@ -219,6 +220,7 @@ def malformed_cache(emulator: Emulator, lengths: tuple[int, ...], pages: tuple[i
 
 
 @rows
+@pytest.mark.share(3)
 @pytest.mark.parametrize("pages", [None, (-1, 2**40, 7), (2, -(2**60), 1)], ids=["contiguous", "beyond", "before"])
 def test_malformed_caches_stay_inside(spec: KernelSpec, pages: tuple[int, ...] | None) -> None:
     malformed_cache(Emulator(spec.name), (-5, 2**63 - 1, 39), pages)
@@ -235,6 +237,7 @@ MALFORMED = {
 
 
 @rows
+@pytest.mark.share(len(KERNELS))
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_cu_seqlens(spec: KernelSpec, name: str) -> None:
     malformed(Emulator(spec.name), MALFORMED[name])

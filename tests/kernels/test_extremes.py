@@ -97,7 +97,7 @@ EMULATED = {
 
 def _back_ends() -> Iterator[Any]:
     no_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
-    marks = [no_compiler, pytest.mark.share(4)]
+    marks = [no_compiler, pytest.mark.share(sum(map(len, EMULATED.values())))]
     for dtype in DTYPES_TESTED:
         yield pytest.param(BackEnd("numpy", dtype), id=f"numpy-{dtype}")
         for spec in KERNELS:
@@ -250,7 +250,6 @@ ONE_KEY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.share(9)
 @back_ends
 @pytest.mark.parametrize("head_dim", [32, 224])
 @pytest.mark.parametrize("options", ONE_KEY.values(), ids=ONE_KEY)

@@ -158,11 +158,13 @@ def bias_of_no_numbers(emulator: Emulator, tile: str = "64x64x2") -> None:
         assert_right(emulator, q, k, v, bias=bias, mask=draw(70, num_keys) < 1, causal=True)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("tile", ["64x64x2", "64x32", "128x64x2"])
 def test_bias_hides_what_is_no_number(tile: str) -> None:
     bias_of_no_numbers(Emulator("forward_mma"), tile)
 
 
+@pytest.mark.share(3)
 @pytest.mark.parametrize("kernel", ["forward_decode", "forward_wmma", "forward_scalar"])
 def test_bias_hides_what_is_no_number_elsewhere(kernel: str) -> None:
     bias_of_no_numbers(Emulator(kernel))

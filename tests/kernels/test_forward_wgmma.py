@@ -88,6 +88,7 @@ def _walk_packed(emulator: Emulator, head_dim: int) -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+@pytest.mark.share(3)
 @pytest.mark.parametrize(("head_dim", "tile"), [*PACKED, (136, "128x64x2w")])
 def test_blocks_walk_on_through_packed_sequences(head_dim: int, tile: str) -> None:
     emulator = Emulator(KERNEL, tile)
@@ -96,6 +97,7 @@ def test_blocks_walk_on_through_packed_sequences(head_dim: int, tile: str) -> No
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+@pytest.mark.share(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_blocks_walk_on(name: str) -> None:
     emulator = Emulator(KERNEL, TILES.get(name, TILE))

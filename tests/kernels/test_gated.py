@@ -54,7 +54,7 @@ EMULATED = {
     "gated_recurrent": ("float16", "float32", "float64"),
 }
 """Types that a row treats in ways of their own; a GPU runs the others, too."""
-PARTS = 8
+PARTS = 16
 """A run has one in so many of the cases that are emulated."""
 
 

@@ -20,17 +20,15 @@ from kernels.test_sources import (
     ARCHITECTURES,
     check_resources,
     compile_with,
-    halves_in_turn,
     layout_checks,
     nvrtc_12,
+    plans_of_this_run,
 )
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
 rows = pytest.mark.parametrize("spec", GATED_KERNELS, ids=lambda spec: spec.name)
 PLAIN = "128/128"
-PARTS = 12
-"""A run compiles one in so many, and the first problem of every row for every architecture."""
 
 
 def _outputs(dtype: str) -> Iterator[tuple[str, GatedProblem]]:
@@ -92,10 +90,7 @@ def test_compiles_without_spills_and_as_laid_out(
 ) -> None:
     if capability < spec.min_compute_capability or capability not in (spec.capabilities or [capability]):
         pytest.skip(f"{spec.name} is for {spec.capabilities or f'sm_{spec.min_compute_capability} and newer'}")
-    plans = halves_in_turn(representative_plans(spec, capability), ARCHITECTURES.index(capability))
-    always = next(iter(plans))
-    plans = {name: plan for name, plan in plans.items() if name == always or share(f"{name} {capability}", PARTS)}
-    programs = programs_of(spec, plans)
+    programs = programs_of(spec, plans_of_this_run(representative_plans(spec, capability), capability, share))
 
     def compiled(program: Program) -> Resources:
         return compile_offline(program, f"sm_{capability}", layout_checks(program, "GatedParams", FIELDS))

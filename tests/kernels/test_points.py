@@ -143,7 +143,7 @@ def test_error_of_float32(name: str, head_dim: int, tile: str) -> None:
 @types
 def test_error_does_not_grow_with_the_number_of_keys(dtype: str) -> None:
     errors, tile = [], "256x256" if dtype == "float32" else "256x128"
-    for keys in (1000, 300_000):
+    for keys in (1000, 100_000):
         q, k, v = (x.astype(DTYPES[dtype]) for x in _draw("mean", 3, keys))
         out, exact = Emulator(KERNEL, tile).attention(q[:8], k, v), _naive(q[:8], k, v, np.longdouble)[0]
         errors.append(float(np.linalg.norm((out - exact).astype(float)) / np.linalg.norm(exact.astype(float))))

@@ -23,7 +23,7 @@ from cuflash.gpu.compile import (
     source_folder,
 )
 from cuflash.plan.build import Program
-from cuflash.plan.gated import GATED_KERNELS
+from cuflash.plan.gated import GATED_KERNELS, GatedPlan
 from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import HELPERS, KERNELS, KernelSpec, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ArrayInfo, contiguous_strides
@@ -34,19 +34,12 @@ from cuflash.settings import Settings
 
 pytest.importorskip("cupy", reason="the compile tests need CuPy with NVRTC")
 
-AnyPlan = TypeVar("AnyPlan")
+AnyPlan = TypeVar("AnyPlan", Plan, GatedPlan)
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
-FEW, FEWEST = ("64", "128", "256", "everything", "lse_128", "cache_128", "paged_128"), ("128", "everything")
-POINTS = ("3/1", "16/16", "everything")
-FEWER_PROBLEMS = {
-    "forward_mma": {86: FEW, 89: FEWEST, 100: (*FEW, "bias_64", "bias_128", "mask_256")},
-    "forward_wmma": {86: FEW, 89: FEWEST, 90: FEW, 100: FEW, 120: FEW},
-    "forward_points": {80: POINTS, 86: POINTS, 89: POINTS, 100: POINTS},
-    "precise_float64": {80: FEW, 100: FEW},
-    "forward_scalar": {75: FEW, 80: FEW, 86: FEWEST, 89: FEWEST, 100: FEWEST, 120: FEWEST},
-}
-"""Problems that will do where the compiler does much the same as for another architecture: registers of sm_89 are those
-of sm_86, plan by plan, sm_86 is like sm_80 but for smaller tiles, sm_100 like sm_90, WMMA on sm_120 like on sm_86."""
+FEWEST = "128", "everything"
+"""Problems that will do for the oldest architecture, which another compiler is for."""
+PARTS = 24
+"""A run compiles one in so many, and the first problem of every row for every architecture."""
 SECONDS_PER_KERNEL = 6.0
 """Limit of processor time; generous, as test machines have slow cores. The aim is 1.5 s on a fast one."""
 
@@ -216,13 +209,7 @@ def test_compiles_without_spills_and_as_laid_out(
     plans = representative_plans(spec, capability)
     if not plans:
         pytest.skip(f"{spec.name} has no problem to serve on sm_{capability}")
-    fewer = FEWER_PROBLEMS.get(spec.name, {}).get(capability)
-    if fewer is not None:
-        plans = {name: plan for name, plan in plans.items() if name.split("-")[1] in fewer}
-    plans = halves_in_turn(plans, ARCHITECTURES.index(capability))
-    always = next(iter(plans))
-    plans = {name: plan for name, plan in plans.items() if name == always or share(f"{name} {capability}", 8)}
-
+    plans = plans_of_this_run(plans, capability, share)
     programs = {f"{spec.name} {name}": plan.program for name, plan in plans.items()}
     for name, plan in plans.items():
         preparation = plan.preparation
@@ -239,17 +226,25 @@ def test_compiles_without_spills_and_as_laid_out(
             check_resources(f"{name} sm_{capability}", resources)
 
 
-def halves_in_turn(plans: dict[str, AnyPlan], turn: int) -> dict[str, AnyPlan]:
-    """Leave of what is there in float16 and bfloat16, which compile much alike, one or the other in turn.
+def plans_of_this_run(
+    plans: dict[str, AnyPlan], capability: int, share: Callable[[str, int], bool]
+) -> dict[str, AnyPlan]:
+    """Leave the first of them, and one in `PARTS` of the others; what is there in float16 and bfloat16 in one of these.
 
-    Of neighbouring architectures one has in float16 what the other one has in bfloat16.
+    They compile much alike: of neighbouring architectures one has in float16 what the other one has in bfloat16.
     """
-    left_out = set()
+    left_out, turn = set(), ARCHITECTURES.index(capability)
     for name in plans:
         dtype, _, problem = name.partition("-")
         if dtype == "float16" and f"bfloat16-{problem}" in plans:
             left_out.add(f"{('bfloat16', 'float16')[(len(left_out) + turn) % 2]}-{problem}")
-    return {name: plan for name, plan in plans.items() if name not in left_out}
+    plans = {name: plan for name, plan in plans.items() if name not in left_out}
+    first = next(iter(plans))
+    return {
+        name: plan
+        for name, plan in plans.items()
+        if name == first or share(f"{plan.kernel} {name} {capability}", PARTS)
+    }
 
 
 def nvrtc_12() -> ctypes.CDLL | None:

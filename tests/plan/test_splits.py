@@ -121,6 +121,7 @@ def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None
 
 @emulated
 @rows
+@pytest.mark.share(4)
 def test_as_many_as_the_plan_says(spec: KernelSpec) -> None:
     case = CASES_BY_NAME["keys-9000"]
     assert make_plan(describe(case, spec.dtypes[0]), H200, Settings(spec.name, "", False)).num_splits > 8
