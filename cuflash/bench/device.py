@@ -59,10 +59,10 @@ class NumpyBackend:
         Caches are cold, but for what takes less than `loop_seconds` on the CPU.
         """
         time.sleep(self.rest_seconds)
-        function()
+        number = self._warm_up(function)
         times: list[float] = []
         while len(times) < repeats and (len(times) < 3 or sum(times) < self.enough_seconds):
-            times.append(self._time(function))
+            times.append(self._time(function, number))
         return times
 
     def time_candidates(self, candidates: Mapping[Key, Callable[[], Any]], repeats: int = 5) -> dict[Key, Times]:
@@ -80,19 +80,26 @@ class NumpyBackend:
         dict
             Microseconds of each candidate, the least and the median, with cold caches as in `times`.
         """
-        for function in candidates.values():
-            function()
-        turns = [{name: self._time(function) for name, function in candidates.items()} for _ in range(repeats)]
+        numbers = {name: self._warm_up(function) for name, function in candidates.items()}
+        turns = [
+            {name: self._time(function, numbers[name]) for name, function in candidates.items()} for _ in range(repeats)
+        ]
         seconds = {name: [turn[name] for turn in turns] for name in candidates}
         return {name: (1e6 * min(found), 1e6 * statistics.median(found)) for name, found in seconds.items()}
 
-    def _time(self, function: Callable[[], Any]) -> float:
-        self.flush()
-        number, seconds = 1, self._loop(function, 1)
+    def _warm_up(self, function: Callable[[], Any]) -> int:
+        """Return how many runs are timed together: one if it takes long enough when caches and interpreter are warm."""
+        function()
+        number, seconds = 1, self._loop(function, 1) if self.loop_seconds else 0.0
         while seconds < self.loop_seconds:
             number *= 1 + int(self.loop_seconds / seconds)
             seconds = self._loop(function, number)
-        return seconds / number
+        return number
+
+    def _time(self, function: Callable[[], Any], number: int) -> float:
+        if number == 1:
+            self.flush()
+        return self._loop(function, number) / number
 
     def _loop(self, function: Callable[[], Any], number: int) -> float:
         begin = time.perf_counter()
@@ -142,6 +149,7 @@ class GpuBackend(NumpyBackend):
     copy_bytes = 1 << 30
     rest_seconds = 0.0
     enough_seconds = 0.5
+    loop_seconds = 0.0
     cleared_per_second = 2e11
     """Bytes; an H100's driver clears more than twice as many."""
 
@@ -154,7 +162,7 @@ class GpuBackend(NumpyBackend):
         properties = self.xp.cuda.runtime.getDeviceProperties(self.xp.cuda.runtime.getDevice())
         return str(properties["name"].decode())
 
-    def _time(self, function: Callable[[], Any]) -> float:
+    def _time(self, function: Callable[[], Any], number: int) -> float:
         begin, end = self.xp.cuda.Event(), self.xp.cuda.Event()
         # Reading takes the GPU so long that the host, which is ahead meanwhile, adds nothing to what is measured.
         for _ in range(4):

@@ -102,7 +102,7 @@ SPLIT_CASES = [
 @emulated
 @rows
 @pytest.mark.parametrize("name", SPLIT_CASES)
-@pytest.mark.share(len(KERNELS))
+@pytest.mark.share(2 * len(KERNELS))
 def test_cases(spec: KernelSpec, name: str) -> None:
     """Every number of splits from 2 to more than there are tiles, by case, and accumulators of both types in turn."""
     taken = [dtype for dtype in ("float16", "float64") if dtype in spec.dtypes] or spec.dtypes
@@ -112,7 +112,7 @@ def test_cases(spec: KernelSpec, name: str) -> None:
 
 @emulated
 @rows
-@pytest.mark.share(len(KERNELS))
+@pytest.mark.share(2 * len(KERNELS))
 @pytest.mark.parametrize("num_splits", [2, 5, 128])
 @pytest.mark.parametrize("name", ["keys-4090", "mean", "lengths-17x200", "lse-keys-9000"])
 def test_numbers_of_splits(spec: KernelSpec, name: str, num_splits: int) -> None:
@@ -199,17 +199,18 @@ def test_explain_names_splits_and_workspace() -> None:
     assert f"workspace      {explanation.workspace} bytes" in text
 
 
+@pytest.mark.share(4)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("capability", [75, 80, 90, 120])
-def test_kernels_that_join_compile_without_spills(capability: int) -> None:
+def test_kernels_that_join_compile_without_spills(capability: int, dtype: str) -> None:
     pytest.importorskip("cupy", reason="needs CuPy with NVRTC")
-    for dtype in DTYPES:
-        for width in (16, 64, 128, 512) if capability == 80 else (128,):
-            problem = dense(gpu((2, 4, 1, 64), dtype), v=gpu((2, 4, 1, width), dtype))
-            program = workspace.merge_of_splits(problem, 4).program
-            for macros in (program.macros, (*program.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
-                resources = compile_offline(program._replace(macros=macros), device_of(capability).arch)
-                assert resources.spill_bytes == 0 and resources.registers <= 168, (dtype, width, resources)
-                assert resources.stack_bytes == 0 or dict(macros)["ALIGNMENT"] == 1
+    for width in (16, 64, 128, 512) if capability == 80 else (128,):
+        problem = dense(gpu((2, 4, 1, 64), dtype), v=gpu((2, 4, 1, width), dtype))
+        program = workspace.merge_of_splits(problem, 4).program
+        for macros in (program.macros, (*program.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
+            resources = compile_offline(program._replace(macros=macros), device_of(capability).arch)
+            assert resources.spill_bytes == 0 and resources.registers <= 168, (dtype, width, resources)
+            assert resources.stack_bytes == 0 or dict(macros)["ALIGNMENT"] == 1
 
 
 # What only a GPU can show.

@@ -362,8 +362,25 @@ def test_runs_are_as_many_as_asked_for_or_enough(monkeypatch: pytest.MonkeyPatch
     begin = time.perf_counter()
     times = backend.times(lambda: calls.append(1), 5)
     assert time.perf_counter() - begin > 5e-3 and len(calls) > 1000 and max(times) < 1e-4
-    monkeypatch.setattr(backend, "_time", lambda function: 100.0)
+    monkeypatch.setattr(backend, "_time", lambda function, number: 100.0)
     assert len(backend.times(lambda: None, 5)) == 3
+
+
+def test_what_is_short_when_warm_is_timed_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes with cold caches."""
+    backend = NumpyBackend()
+    flushed = [0]
+
+    def flush() -> None:
+        flushed[0] = 1
+
+    def function() -> None:
+        time.sleep(2e-3 if flushed[0] else 1e-4)
+        flushed[0] = 0
+
+    monkeypatch.setattr(backend, "flush", flush)
+    assert max(backend.times(function, 3)) < 1e-3
+    assert min(backend.times(lambda: time.sleep(2e-3), 3)) > 1e-3 and flushed[0]
 
 
 def test_candidates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
