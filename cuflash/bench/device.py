@@ -90,7 +90,7 @@ class NumpyBackend:
     def _warm_up(self, function: Callable[[], Any]) -> int:
         """Return how many runs are timed together: one if it takes long enough when caches and interpreter are warm."""
         function()
-        number, seconds = 1, self._loop(function, 1) if self.loop_seconds else 0.0
+        number, seconds = 1, min(self._loop(function, 1) for _ in range(3)) if self.loop_seconds else 0.0
         while seconds < self.loop_seconds:
             number *= 1 + int(self.loop_seconds / seconds)
             seconds = self._loop(function, number)
