@@ -448,7 +448,7 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
 
     rng = random.Random(0)
     # `stream` is what memory gives, whatever else is done; and no tile was measured both by tiles and by pairs.
-    fixed = "stream", "in_step", "in_pairs"
+    fixed = "stream", "by_tiles", "by_pairs"
     names = [name for name, constant in start._asdict().items() if constant > 0 and name not in fixed]
     best, least = start, score(start)
     for _ in range(TRIALS):

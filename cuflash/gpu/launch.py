@@ -69,13 +69,14 @@ class Launch:
         if self._extents is None:
             problem = self._problem
             written = (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE)
-            described = zip(range(len(ARRAYS)), shapes_of(problem), problem.strides, itemsizes(problem), strict=True)
-            reached = [
-                (i, *extent(0, shape, steps, size), i in written)
-                for i, shape, steps, size in described
-                if steps is not None
-            ]
-            self._extents = [of_array for of_array in reached if of_array[1] < of_array[2]]
+            shapes, sizes = shapes_of(problem), itemsizes(problem)
+            found = []  # other threads see all of it or none
+            for i, strides in enumerate(problem.strides):
+                if strides is not None:
+                    low, high = extent(0, shapes[i], strides, sizes[i])
+                    if low < high:
+                        found.append((i, low, high, i in written))
+            self._extents = found
         return self._extents
 
     def results_apart(self, pointers: list[int]) -> bool:

@@ -61,9 +61,9 @@ class Cost(NamedTuple):
     """Of L: for each row and key of a thread, where a block multiplies nothing while it computes weights."""
     next_tile: float = 0
     """For each tile that a block goes on with, in place of `block`."""
-    in_step: float = 1
+    by_tiles: float = 1
     """Factor of the time of a tile of keys where blocks go from tile to tile: all of them are in step."""
-    in_pairs: float = 1
+    by_pairs: float = 1
     """The same, where they go from pair to pair of tiles."""
 
 
@@ -82,8 +82,8 @@ class Pace(NamedTuple):
     """For each key of each key head, read once."""
     next_tile: float
     """Of a tile that a block goes on with, beside its keys."""
-    in_step: float
-    in_pairs: float
+    by_tiles: float
+    by_pairs: float
     """Factors of `times` where blocks go from tile to tile, and from pair to pair."""
 
 
@@ -113,7 +113,7 @@ def pace_of(
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    walking = cost.next_tile, cost.in_step, cost.in_pairs
+    walking = cost.next_tile, cost.by_tiles, cost.by_pairs
     return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, *walking)
 
 
@@ -316,8 +316,8 @@ def times_of_walking(pace: Pace, walk: Walk, multiprocessors: int) -> tuple[floa
     Of tiles the longest ones decide; all pairs are alike.
     """
     resident, begin, of_keys = len(pace.times) * multiprocessors, pace.block - pace.next_tile, pace.times[-1]
-    longest = pace.next_tile + walk.num_steps * of_keys * pace.in_step
-    pair = 2 * (pace.next_tile + walk.num_steps * walk.average * of_keys * pace.in_pairs)
+    longest = pace.next_tile + walk.num_steps * of_keys * pace.by_tiles
+    pair = 2 * (pace.next_tile + walk.num_steps * walk.average * of_keys * pace.by_pairs)
     return begin + -(-walk.num_tiles // resident) * longest, begin + -(-walk.num_pairs // resident) * pair
 
 

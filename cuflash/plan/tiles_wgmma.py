@@ -83,8 +83,8 @@ COST = Cost(
     merge_byte=2.03e-07,
     stream=4.82e-07,
     next_tile=2.75,
-    in_step=1.05,
-    in_pairs=1.01,
+    by_tiles=1.05,
+    by_pairs=1.01,
 )
 
 
