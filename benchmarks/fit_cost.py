@@ -1,6 +1,6 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
-python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of some 1500 problems;
+python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of all problems;
                                         with --kernel NAME those of one kernel, beside what is stored of others
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
 python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
@@ -489,7 +489,10 @@ def main() -> int:
     if arguments.step == "report":
         report(found, device)
         return 0
-    for name in dict.fromkeys(family(one.case) for one in found):
+    families = list(dict.fromkeys(family(one.case) for one in found))
+    if not any(arguments.family in name for name in families):
+        parser.error(f"no family with {arguments.family!r} has problems in {arguments.file}: {', '.join(families)}")
+    for name in families:
         if arguments.family in name:
             those = [one for one in found if family(one.case) == name]
             cost = fit(those, device, SPECS[those[0].case.kernel].cost(those[0].problem.traits))

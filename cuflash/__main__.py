@@ -58,7 +58,10 @@ def _print_row(spec: KernelSpec | GatedSpec, max_head_dim: int, features: Iterab
 
 def _shape(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        shape = tuple(int(part) for part in text.split(","))
+        if min(shape) < 0:
+            raise ValueError
+        return shape
     except ValueError:
         raise argparse.ArgumentTypeError(f"invalid shape {text!r}, expected lengths such as 1,16,4096,64") from None
 

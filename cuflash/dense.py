@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 import numpy as np
 
 from .dispatch import execute, find
+from .problem.arrays import MISSING
 from .problem.checks import hashable_window
 from .problem.describe import describe_attention, describe_attention_lse
 from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
@@ -61,9 +62,9 @@ def attention(
 # fmt: on
 @explains_unknown_options
 def attention(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v: Any = MISSING,
     *,
     causal: Causal = False,
     window: Window | None = None,
@@ -163,6 +164,9 @@ def attention(
     -----
     The tiled computation with a running maximum and sum is that of [1]_ and [2]_. Results are repeatable to the bit.
 
+    Weighted values are summed before they are divided, in float32 (float64 for float64): values within a factor of `Nk`
+    of its largest number may overflow. So may ``q @ k.T`` of float64, before `scale`.
+
     References
     ----------
     .. [1] M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018, arXiv:1805.02867.
@@ -221,8 +225,8 @@ def attention_lse(
 # fmt: on
 @explains_unknown_options
 def attention_lse(
-    q: Any,
-    k: Any,
+    q: Any = MISSING,
+    k: Any = MISSING,
     *,
     causal: Causal = False,
     window: Window | None = None,

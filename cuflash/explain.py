@@ -162,7 +162,10 @@ def _describe(
     ):
         raise ValueError(f"device is {capability!r}, expected a compute capability such as 90 for 9.0")
     check_options(function.__name__, options)
-    bound = signatures.signature(function).bind(*args, **options).arguments
+    try:
+        bound = signatures.signature(function).bind(*args, **options).arguments
+    except TypeError as error:
+        raise TypeError(f"{function.__name__}(): {error}") from None
     real = [bound[name] for name in _ARRAYS if isinstance(bound.get(name), _array_types())]
     on_gpu = capability is not None or (not real and gpu_available())
     for name in _ARRAYS:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from .cpu.gated import execute_gated_on_host
-from .problem.arrays import HOST, ArrayInfo
+from .problem.arrays import HOST, MISSING, ArrayInfo
 from .problem.describe_gated import (
     describe_chunk_gated_delta_rule,
     describe_chunk_gated_output,
     describe_recurrent_gated_delta_rule,
 )
 from .problem.gated import GatedProblem
-from .problem.signatures import Real
+from .problem.signatures import Real, check_options, explains_unknown_options
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,17 +33,19 @@ def chunk_gated_output(
     *, scale: Real | None = None, chunk_size: SupportsIndex = 64, out: AnyArray | None = None,
 ) -> Any: ...
 # fmt: on
+@explains_unknown_options
 def chunk_gated_output(
-    q: Any,
-    k: Any,
-    v_new: Any,
-    h: Any,
-    log_g_cumsum: Any,
-    cu_seqlens: Any,
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v_new: Any = MISSING,
+    h: Any = MISSING,
+    log_g_cumsum: Any = MISSING,
+    cu_seqlens: Any = MISSING,
     *,
     scale: Real | None = None,
     chunk_size: SupportsIndex = 64,
     out: Any = None,
+    **unknown: Any,
 ) -> Any:
     r"""Output of gated linear attention in chunks, from the state before each of them.
 
@@ -128,6 +130,7 @@ def chunk_gated_output(
     >>> np.allclose(o[70], (q[70, :, None] @ state)[:, 0] / 32**0.5, atol=1e-5)
     True
     """
+    check_options("chunk_gated_output", unknown)
     problem, infos = describe_chunk_gated_output(
         q, k, v_new, h, log_g_cumsum, cu_seqlens, scale=scale, chunk_size=chunk_size, out=out
     )
@@ -156,12 +159,13 @@ def chunk_gated_delta_rule(
     *, output_final_state: bool = False, **options: Unpack[GatedOptions],
 ) -> Any: ...
 # fmt: on
+@explains_unknown_options
 def chunk_gated_delta_rule(
-    q: Any,
-    k: Any,
-    v: Any,
-    log_g: Any,
-    beta: Any,
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v: Any = MISSING,
+    log_g: Any = MISSING,
+    beta: Any = MISSING,
     *,
     scale: Real | None = None,
     initial_state: Any = None,
@@ -169,6 +173,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: Any = None,
     chunk_size: SupportsIndex = 64,
     out: Any = None,
+    **unknown: Any,
 ) -> Any:
     r"""Gated delta rule, a chunk of tokens at a time: for training lengths and prompts.
 
@@ -262,6 +267,7 @@ def chunk_gated_delta_rule(
     >>> np.allclose(whole, np.concatenate([first, second], axis=1), atol=1e-5)
     True
     """
+    check_options("chunk_gated_delta_rule", unknown)
     problem, infos = describe_chunk_gated_delta_rule(
         q, k, v, log_g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, chunk_size=chunk_size, out=out,
@@ -281,8 +287,18 @@ def recurrent_gated_delta_rule(
     *, scale: Real | None = None, out: AnyArray | None = None,
 ) -> Any: ...
 # fmt: on
+@explains_unknown_options
 def recurrent_gated_delta_rule(
-    q: Any, k: Any, v: Any, log_g: Any, beta: Any, state: Any, *, scale: Real | None = None, out: Any = None
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v: Any = MISSING,
+    log_g: Any = MISSING,
+    beta: Any = MISSING,
+    state: Any = MISSING,
+    *,
+    scale: Real | None = None,
+    out: Any = None,
+    **unknown: Any,
 ) -> Any:
     r"""Gated delta rule, token by token, with states that are updated in place: for generation.
 
@@ -351,6 +367,7 @@ def recurrent_gated_delta_rule(
     [3. 4.]
     [5. 6.]
     """
+    check_options("recurrent_gated_delta_rule", unknown)
     problem, infos = describe_recurrent_gated_delta_rule(q, k, v, log_g, beta, state, scale=scale, out=out)
     return _execute(problem, infos, out, final=False)
 

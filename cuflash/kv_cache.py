@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 import numpy as np
 
 from .dispatch import execute, find
-from .problem.arrays import cupy_ndarray
+from .problem.arrays import MISSING, cupy_ndarray
 from .problem.checks import hashable_window
 from .problem.describe_cache import describe_kv_cache
 from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
@@ -68,11 +68,11 @@ def attention_with_kv_cache(
 # fmt: on
 @explains_unknown_options
 def attention_with_kv_cache(
-    q: Any,
-    k_cache: Any,
-    v_cache: Any,
+    q: Any = MISSING,
+    k_cache: Any = MISSING,
+    v_cache: Any = MISSING,
     *,
-    seqlens_k: SupportsIndex | Any,
+    seqlens_k: SupportsIndex | Any = MISSING,
     k_new: Any = None,
     v_new: Any = None,
     page_table: Any = None,

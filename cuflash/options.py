@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from contextvars import ContextVar
 from types import TracebackType
@@ -32,6 +33,9 @@ def check_environment() -> None:
     _check_tile("CUFLASH_TILE", ENVIRONMENT.tile)
     if read("CUFLASH_LOG") not in ("", "0", "1"):
         raise ValueError(f"CUFLASH_LOG is {read('CUFLASH_LOG')!r}, expected '0' or '1'")
+    folder = read("CUFLASH_DUMP")
+    if folder and os.path.exists(folder) and not os.path.isdir(folder):
+        raise ValueError(f"CUFLASH_DUMP is {folder!r}, which is a file, expected a folder")
     num_threads()
 
 

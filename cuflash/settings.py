@@ -28,7 +28,7 @@ KNOBS = (
     Knob("CUFLASH_TILE", "", "tile to use, such as 64x64; a call that it cannot serve raises (options(tile=...))"),
     Knob("CUFLASH_LOG", "0", "1: print one line per call, what was computed and by which kernel (options(log=True)); "
          "the logger cuflash of Python's logging says more"),
-    Knob("CUFLASH_DUMP", "", "folder into which every generated kernel source is written"),
+    Knob("CUFLASH_DUMP", "", "folder into which the source of every kernel is written that is loaded"),
     Knob("CUFLASH_NUM_THREADS", "", "threads of the NumPy back end; default: the usable cores"),
 )  # fmt: skip
 _DEFAULTS = {knob.variable: knob.default for knob in KNOBS}

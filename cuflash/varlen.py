@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 from .dispatch import execute, find
+from .problem.arrays import MISSING
 from .problem.checks import hashable_window
 from .problem.describe import describe_varlen
 from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
@@ -73,10 +74,10 @@ def attention_varlen(
 # fmt: on
 @explains_unknown_options
 def attention_varlen(
-    q: Any,
-    k: Any,
-    v: Any,
-    cu_seqlens_q: Any,
+    q: Any = MISSING,
+    k: Any = MISSING,
+    v: Any = MISSING,
+    cu_seqlens_q: Any = MISSING,
     cu_seqlens_k: Any = None,
     *,
     causal: Causal = False,

@@ -83,6 +83,8 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
         There is no such file or module, it cannot be imported, or it has no such function.
     """
     if source in (None, "none"):
+        if words:
+            raise ValueError("--only-peers chooses of those that --peers names, expected both")
         return Peers({})
     path = Path(str(source))
     try:
@@ -99,9 +101,12 @@ def load_peers(source: str | None, backend: str, words: Collection[str] | None =
             _chosen(getattr(module, name)(backend), words) if hasattr(module, name) else {}
             for name in ("gated_peers", "cache_peers")
         )
-        return Peers(_chosen(module.peers(backend), words), gated, caches, **extras)
+        peers = Peers(_chosen(module.peers(backend), words), gated, caches, **extras)
     except Exception as error:  # the file may do anything
         raise ValueError(f"--peers {path}: {type(error).__name__}: {error}") from error
+    if words and not (peers.attention or gated or caches):
+        raise ValueError(f"--only-peers: no peer's name in {path} contains {' or '.join(words)}")
+    return peers
 
 
 def _chosen(peers: Mapping[str, Peer], words: Collection[str] | None) -> dict[str, Peer]:

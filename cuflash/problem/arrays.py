@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
+from inspect import Parameter
 from itertools import accumulate
 from operator import ge, mul
 from typing import Any, NamedTuple, NoReturn
@@ -119,14 +120,48 @@ def inspect(name: str, x: Any) -> ArrayInfo:
     return _inspect_numpy(name, x) if isinstance(x, np.ndarray) else _inspect_foreign(name, x)
 
 
-def _refuse(name: str, got: str, hint: str = "") -> NoReturn:
+MISSING: Any = Parameter.empty
+"""Default of arguments that a call must have: what it has too many is explained first."""
+_WRITTEN = ("out", "lse", "workspace", "state", "k_cache", "v_cache")
+"""Arrays of which a copy would not do."""
+
+
+def brief(x: Any) -> str:
+    """Say what an argument is, in a few words however large it is."""
+    if x is None:
+        return "None"
+    if x is MISSING:
+        return "missing"
+    if isinstance(x, type):
+        return f"the class {x.__name__}"
+    if isinstance(x, int) and x.bit_length() > 128:
+        return f"an int of {x.bit_length()} bits"
+    if isinstance(x, str) and len(x) > 60:
+        return f"a str of {len(x)} characters"
+    if isinstance(x, (bool, int, float, complex, str, np.generic)):
+        return f"{x!r}"
+    if type(x) is ArrayInfo:
+        return f"an array of shape {x.shape}"
+    if hasattr(x, "shape"):
+        return f"a {type(x).__name__} of shape {tuple(x.shape)}"
+    try:
+        text = repr(x)
+    except Exception:  # an int of too many digits, whatever an object raises
+        text = ""
+    return text if 0 < len(text) < 40 else f"a {type(x).__name__}"
+
+
+def _refuse(name: str, got: str, hint: str = "", copied: str = "") -> NoReturn:
+    """Raise a TypeError with a hint; `copied`: one that makes a copy, in which nobody would find what is written."""
+    hint += "" if name in _WRITTEN else copied
     raise TypeError(f"{name} is {got}, expected a NumPy or CuPy array, or a GPU array with __dlpack__{hint}")
 
 
 def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
     # NumPy imports `numpy.ma` when it is named, which a signal handler must not do in the middle of the same.
     if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
-        _refuse(name, "a numpy.ma.MaskedArray", "; pass x.filled(...) and, for hidden keys, mask=")
+        hidden = " and, for hidden keys, mask=" if name in ("q", "k", "v") else ""
+        _refuse(name, "a numpy.ma.MaskedArray", copied=f"; pass x.filled(...){hidden}")
     if isinstance(x, np.matrix):
         _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
     x = np.asarray(x)  # past what a subclass may have made of it
@@ -144,6 +179,8 @@ def _inspect_cupy(x: Any, writeable: bool = True) -> ArrayInfo:
 
 
 def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
+    if isinstance(x, type):
+        _refuse(name, brief(x))
     kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
     if hasattr(x, "__dlpack_device__"):
         try:
@@ -156,18 +193,17 @@ def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
     if hasattr(x, "__cuda_array_interface__"):
         return _import_gpu_array(name, x, kind)
     if isinstance(x, (list, tuple)):
-        _refuse(name, f"a {type(x).__name__}", "; pass np.asarray(x)")
+        _refuse(name, f"a {type(x).__name__}", copied="; pass np.asarray(x)")
     if kind == "dask.Array":
         _refuse(name, f"a {kind}", "; cuflash.dask.attention takes those of Dask")
     if hasattr(x, "__array__"):
-        _refuse(name, f"a {kind}", "; pass np.asarray(x)")
+        _refuse(name, f"a {kind}", copied="; pass np.asarray(x)")
     if hasattr(x, "toarray"):
-        _refuse(name, f"a {kind}", "; pass x.toarray()")
+        _refuse(name, f"a {kind}", copied="; pass x.toarray()")
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if type(shape) is tuple and dtype is not None:
         raise TypeError(f"{name} is a {kind} without data: stand-ins are for explain() and warmup()")
-    builtin = type(x).__module__ == "builtins"
-    _refuse(name, f"{x!r}" if builtin and len(repr(x)) < 40 else f"a {kind}")
+    _refuse(name, brief(x) if type(x).__module__ == "builtins" else f"a {kind}")
 
 
 def _host_hint(x: Any) -> str:

@@ -17,7 +17,9 @@ from .arrays import (
     HOST,
     INTEGER_NAMES,
     ITEMSIZE,
+    MISSING,
     ArrayInfo,
+    brief,
     inspect,
     overlaps_itself,
     share_memory,
@@ -169,7 +171,8 @@ def parse_integer(name: str, x: Any, expected: str) -> int:
     try:
         return operator.index(x)
     except TypeError:
-        raise TypeError(f"{name} is {x!r} ({type(x).__name__}), expected {expected}") from None
+        kind = "" if x is MISSING else f" ({type(x).__name__})"
+        raise TypeError(f"{name} is {brief(x)}{kind}, expected {expected}") from None
 
 
 def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tuple[int | None, int | None]:
@@ -179,11 +182,11 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
             raise ValueError(f"causal is {causal!r}, expected False, True, 'bottom_right' or 'top_left'")
         if query_offset is not None:
             raise ValueError(
-                f"causal={causal!r} names a query offset, so query_offset must be None, got {_brief(query_offset)}"
+                f"causal={causal!r} names a query offset, so query_offset must be None, got {brief(query_offset)}"
             )
         return 0, 0 if causal == "top_left" else bottom_right
     if not isinstance(causal, (bool, np.bool_)):
-        raise TypeError(f"causal is {_brief(causal)}, expected False, True, 'bottom_right' or 'top_left'")
+        raise TypeError(f"causal is {brief(causal)}, expected False, True, 'bottom_right' or 'top_left'")
     right = 0 if causal else None
     if query_offset is None:
         return right, bottom_right
@@ -192,18 +195,6 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
         offset = parse_integer("query_offset", query_offset, expected)
         return right, clamp_offset(offset)
     return right, None
-
-
-def _brief(x: Any) -> str:
-    if x is None:
-        return "None"
-    if isinstance(x, int) and x.bit_length() > 128:
-        return f"an int of {x.bit_length()} bits"
-    if isinstance(x, (bool, int, float, complex, str, np.generic)):
-        return f"{x!r}"
-    if type(x) is ArrayInfo:
-        return f"an array of shape {x.shape}"
-    return f"a {type(x).__name__}" + (f" of shape {tuple(x.shape)}" if hasattr(x, "shape") else "")
 
 
 def clamp_offset(query_offset: int) -> int:
@@ -216,14 +207,14 @@ def parse_window(window: Any, right: int | None) -> tuple[int | None, int | None
         return None, right
     expected = "(left, right) with non-negative ints, or None for an open side"
     if not isinstance(window, (tuple, list)):
-        raise TypeError(f"window is {_brief(window)}, expected {expected}")
+        raise TypeError(f"window is {brief(window)}, expected {expected}")
     if len(window) != 2:
         raise ValueError(f"window has {len(window)} entries, expected {expected}")
     sides: list[int | None] = []
     for name, side in zip(("window[0] (left)", "window[1] (right)"), window, strict=True):
         value = None if side is None else parse_integer(name, side, "a non-negative int, or None for an open side")
         if value is not None and value < 0:
-            raise ValueError(f"{name} is {_brief(value)}, expected a non-negative int; None leaves that side open")
+            raise ValueError(f"{name} is {brief(value)}, expected a non-negative int; None leaves that side open")
         sides.append(None if value is None else min(value, 2**61))
     left, window_right = sides
     return left, window_right if right is None else right
@@ -238,20 +229,20 @@ def hashable_window(window: Any) -> Any:
 
 def parse_flag(name: str, flag: Any) -> bool:
     if not isinstance(flag, (bool, np.bool_)):
-        raise TypeError(f"{name} is {_brief(flag)}, expected True or False")
+        raise TypeError(f"{name} is {brief(flag)}, expected True or False")
     return bool(flag)
 
 
 def _real(name: str, x: Any, hint: str) -> float:
     is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
     if not is_number or isinstance(x, (bool, np.bool_)):
-        raise TypeError(f"{name} is {_brief(x)}, expected a finite real number{hint}")
+        raise TypeError(f"{name} is {brief(x)}, expected a finite real number{hint}")
     try:
         value = float(x)
     except OverflowError:
         value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{name} is {_brief(x)}, expected a finite real number{hint}")
+        raise ValueError(f"{name} is {brief(x)}, expected a finite real number{hint}")
     return value
 
 
@@ -280,7 +271,7 @@ def parse_precision(precision: Any, dtype: str) -> str:
     if precision is None:
         return FLOAT32_PRECISION if dtype == "float32" else "ieee"
     if not isinstance(precision, str) or precision not in ("ieee", "tf32"):
-        raise ValueError(f"precision is {_brief(precision)}, expected None, 'ieee' or 'tf32'")
+        raise ValueError(f"precision is {brief(precision)}, expected None, 'ieee' or 'tf32'")
     if precision == "tf32" and dtype != "float32":
         raise ValueError(f"precision='tf32' is for float32 arrays, but q has dtype {dtype}")
     return precision
@@ -290,7 +281,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
     try:
         parsed = DTYPE_NAMES.get(np.dtype(dtype), str(np.dtype(dtype)))
     except (TypeError, ValueError):
-        parsed = repr(dtype) if len(repr(dtype)) < 40 else _brief(dtype)
+        parsed = brief(dtype)
     if parsed not in FLOAT_NAMES:
         raise TypeError(f"{name} is {parsed}, expected float16, bfloat16, float32 or float64")
     return parsed

@@ -168,13 +168,15 @@ _OUR_NAMES = {
     "custom_mask": "mask (bool, True = attend)",
     "dtype": "out_dtype",
     "is_causal": _CAUSAL,
+    "key": "k",
     "key_padding_mask": f"{_PADDING}: ~key_padding_mask[:, None, None, :] if True is padding",
     "key_value_seq_lengths": _CACHED,
     "learnable_sink": "sinks",
-    "local_window_size": _WINDOW,
+    "local_window_size": "window=(left, right), query_offset=0; an int w is (w, w)",
     "logit_cap": "softcap",
     "logits_soft_cap": "softcap",
     "need_weights": "return_lse: weights are not stored, and exp(logit - lse) brings them back",
+    "query": "q",
     "query_seq_lengths": "mask (bool, True = attend, shape (B, 1, Nq, 1))",
     "return_attn_probs": "return_lse",
     "return_residual": "return_lse",
@@ -188,36 +190,50 @@ _OUR_NAMES = {
     "soft_cap": "softcap",
     "softmax_lse": "lse",
     "softmax_scale": "scale",
+    "value": "v",
     "window_left": _WINDOW,
     "window_size": _WINDOW,
 }
-_OUR_CACHE_NAMES = {
-    "block_table": "page_table",
-    "block_tables": "page_table",
-    "cache_batch_idx": "page_table, with a page for each batch of the cache",
-    "cache_seqlens": "seqlens_k",
-    "k": "k_new, which is appended to k_cache",
-    "key_value_seq_lengths": "seqlens_k",
-    "page_indices": "page_table",
-    "seqused_k": "seqlens_k",
-    "v": "v_new, which is appended to v_cache",
+_OUR_NAMES_BESIDE = {
+    "seqlens_k": {
+        "block_table": "page_table",
+        "block_tables": "page_table",
+        "cache_batch_idx": "page_table, with a page for each batch of the cache",
+        "cache_seqlens": "seqlens_k",
+        "k": "k_new, which is appended to k_cache",
+        "key_value_seq_lengths": "seqlens_k",
+        "page_indices": "page_table",
+        "seqused_k": "seqlens_k",
+        "v": "v_new, which is appended to v_cache",
+    },
+    "log_g": {"g": "log_g, the natural logarithm of each token's gate"},
+    "log_g_cumsum": {"g": "log_g_cumsum, the natural logarithm of the gates, cumulated inside each chunk"},
+    "state": {"initial_state": "state, which is updated in place"},
 }
-"""Of arguments of `attention_with_kv_cache`, whose meaning elsewhere is another one."""
+"""The same for functions that have a certain parameter, where a name means another thing elsewhere."""
+_ROTATED = "cuflash rotates nothing: rotate q and k before the call"
 _HEADS_FIRST = "axes are (..., heads, sequence, feature); x.swapaxes(-3, -2) makes them so without a copy"
 _NO_DROPOUT = "cuflash has no dropout, leave it out"
 _NOT_NEEDED = {
+    "cache_leftpad": "cuflash counts keys from the first row of a cache; mask hides those in front",
     "deterministic": "results are always repeatable to the bit, leave it out",
     "dropout": _NO_DROPOUT,
     "dropout_p": _NO_DROPOUT,
     "dropout_rate": _NO_DROPOUT,
     "enable_gqa": "k and v may always have fewer heads than q, leave it out",
+    "head_first": "axes are (batch, tokens, heads, feature); x.swapaxes(1, 2) makes them so without a copy",
     "implementation": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
     "kv_layout": _HEADS_FIRST,
     "layout": _HEADS_FIRST,
     "num_splits": "cuflash splits the keys where that helps, leave it out",
+    "op": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
     "p": _NO_DROPOUT,
+    "rotary_cos": _ROTATED,
+    "rotary_interleaved": _ROTATED,
+    "rotary_sin": _ROTATED,
     "score_mod": "cuflash has no functions of scores; softcap, bias, alibi_slopes, causal, window and mask are options",
     "tensor_layout": _HEADS_FIRST,
+    "use_qk_l2norm_in_kernel": "cuflash normalises nothing: divide q and k by their norms before the call",
 }
 _parameters: dict[str, frozenset[str]] = {}
 """Names of the parameters of each public function that explains unknown ones."""
@@ -251,14 +267,16 @@ def check_options(function: str, given: Iterable[str], namesake: Callable[..., A
 
 
 def _hint(name: str, known: frozenset[str]) -> str:
-    if "seqlens_k" in known and name in _OUR_CACHE_NAMES:
-        return f"cuflash calls it {_OUR_CACHE_NAMES[name]}"
+    for parameter, names in _OUR_NAMES_BESIDE.items():
+        if parameter in known and name in names:
+            return f"cuflash calls it {names[name]}"
     if name in _NOT_NEEDED:
         return _NOT_NEEDED[name]
-    for function in sorted(_parameters, key=len):
-        if name in _parameters[function]:
+    is_softmax = "causal" in known
+    for function, parameters in sorted(_parameters.items(), key=lambda item: len(item[0])):
+        if name in parameters and ("causal" in parameters) == is_softmax:
             return f"{function} takes it"
-    if name in _OUR_NAMES:
+    if is_softmax and name in _OUR_NAMES:
         return f"cuflash calls it {_OUR_NAMES[name]}"
     from difflib import get_close_matches
 

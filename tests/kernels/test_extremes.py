@@ -101,13 +101,17 @@ def _back_ends() -> Iterator[Any]:
     for dtype in DTYPES_TESTED:
         yield pytest.param(BackEnd("numpy", dtype), id=f"numpy-{dtype}")
         for spec in KERNELS:
-            if dtype in EMULATED[spec.name]:
+            if dtype in EMULATED.get(spec.name, ()):
                 back_end = BackEnd("emulated", dtype, spec.name)
                 yield pytest.param(back_end, id=f"emulated-{spec.name}-{dtype}", marks=marks)
             ieee = dtype in spec.dtypes and not (spec.name == "forward_wmma" and dtype == "float32")  # tf32 alone
             if ieee:
                 back_end = BackEnd("gpu", dtype, spec.name, True)
                 yield pytest.param(back_end, id=f"gpu-{spec.name}-{dtype}", marks=pytest.mark.gpu)
+
+
+def test_every_row_is_emulated() -> None:
+    assert set(EMULATED) == {spec.name for spec in KERNELS}
 
 
 DTYPES_TESTED = ("float16", "bfloat16", "float32", "float64")

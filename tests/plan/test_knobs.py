@@ -267,6 +267,7 @@ def test_environment_reaches_calls(environment: dict[str, str], words: str) -> N
         ),
         ({"CUFLASH_LOG": "yes"}, "CUFLASH_LOG is 'yes', expected '0' or '1'"),
         ({"CUFLASH_NUM_THREADS": "many"}, "CUFLASH_NUM_THREADS is 'many', expected a positive int"),
+        ({"CUFLASH_DUMP": __file__}, f"CUFLASH_DUMP is {__file__!r}, which is a file, expected a folder"),
         ({"CUFLASH_NUM_THREADS": "0"}, "CUFLASH_NUM_THREADS is '0', expected a positive int"),
     ],
     ids=str,

@@ -104,6 +104,7 @@ class Sparse:
 
 TORCH_HALF = type("dtype", (), {"__repr__": lambda _: "torch.half"})()
 ARRAY = "expected a NumPy or CuPy array, or a GPU array with __dlpack__"
+WRITTEN = "out", "lse", "workspace", "state", "k_cache", "v_cache"
 FLOATS = "expected float16, bfloat16, float32 or float64"
 STAND_IN = SimpleNamespace(shape=(2, 4, 5, 8), dtype=np.dtype(np.float32))
 
@@ -118,15 +119,19 @@ def not_arrays(names: tuple[str, ...]) -> list[Bad]:
             ("str", "abc", "'abc'"),
             ("scalar", np.float32(1), "a numpy.float32"),
             ("object", object(), "<object object"),
+            ("class", np.float32, "the class float32"),
+            ("huge", 10**5000, "an int of 16610 bits"),
             ("host_tensor", HostTensor(), "not on a CUDA device"),
             ("nowhere_tensor", NowhereTensor(), "not on a CUDA device"),
             ("stand_in", STAND_IN, "stand-ins are for explain() and warmup()"),
         ):
             words = (name, got) if what == "stand_in" else (name, got, ARRAY)
             made.append(bad(f"{name}-{what}", TypeError, words, given(**{name: x})))
+        # Nobody would find what is written in a copy.
+        table, sparse = ("; pass np.asarray(x)", "; pass x.toarray()") if name not in WRITTEN else ("", "")
         for what, x, words in (
-            ("table", Table(), ("Table, ", f"{ARRAY}; pass np.asarray(x)")),
-            ("sparse", Sparse(), ("Sparse, ", f"{ARRAY}; pass x.toarray()")),
+            ("table", Table(), ("Table, ", f"{ARRAY}{table}")),
+            ("sparse", Sparse(), ("Sparse, ", f"{ARRAY}{sparse}")),
         ):
             made.append(bad(f"{name}-{what}", TypeError, (name, *words), given(**{name: x})))
         for what, make, got in (
@@ -183,13 +188,20 @@ SCALARS = [
         for value in (np.nan, np.inf, -np.inf)
     ),
     *(
-        bad(f"scale-{type(value).__name__}", TypeError, ("scale is", got, "finite real number"), given(scale=value))
+        bad(
+            f"scale-{type(value).__name__}-{got}",
+            TypeError,
+            ("scale is", got, "finite real number"),
+            given(scale=value),
+        )
         for value, got in (
             (1j, "1j"),
             (np.complex64(1), "1+0j"),
             ("1", "'1'"),
             (True, "True"),
-            ([1.0], "a list"),
+            ([1.0], "[1.0]"),
+            ([10**5000], "a list"),
+            (np.float32, "the class float32"),
             (np.ones(1, np.float32), "a ndarray of shape (1,)"),
         )
     ),
@@ -247,7 +259,7 @@ SCALARS = [
     bad("softcap-fraction", ValueError, ("softcap is -0.5", "above 0", "None"), given(softcap=Fraction(-1, 2))),
     bad("precision-name", ValueError, ("precision is 'fp32'", "None, 'ieee' or 'tf32'"), given(precision="fp32")),
     bad("precision-int", ValueError, ("precision is 32", "None, 'ieee' or 'tf32'"), given(precision=32)),
-    bad("precision-list", ValueError, ("precision is a list", "None, 'ieee' or 'tf32'"), given(precision=["tf32"])),
+    bad("precision-list", ValueError, ("precision is ['tf32']", "None, 'ieee' or 'tf32'"), given(precision=["tf32"])),
     *(
         bad(
             f"precision-tf32-{dtype}",
@@ -695,8 +707,11 @@ OTHER_NAMES = {
     "enable_gqa": "k and v may always have fewer heads than q, leave it out",
     "is_causal": "cuflash calls it causal (",
     "key_padding_mask": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)): ~key_padding_mask[",
+    "local_window_size": "cuflash calls it window=(left, right), query_offset=0; an int w is (w, w)",
     "logits_soft_cap": "cuflash calls it softcap",
     "num_splits": "cuflash splits the keys where that helps, leave it out",
+    "op": "cuflash chooses a kernel itself",
+    "query": "cuflash calls it q",
     "query_seq_lengths": "cuflash calls it mask (bool, True = attend, shape (B, 1, Nq, 1))",
     "return_softmax_lse": "cuflash calls it return_lse",
     "s_aux": "cuflash calls it sinks",

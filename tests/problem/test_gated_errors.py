@@ -474,6 +474,32 @@ def test_what_the_other_forms_do_not_take() -> None:
         chunk_gated_delta_rule(**chunks, state=recurrent["state"])
 
 
+@pytest.mark.parametrize(
+    ("function", "name", "hint"),
+    [
+        (chunk_gated_delta_rule, "g", "cuflash calls it log_g, the natural logarithm"),
+        (chunk_gated_delta_rule, "use_qk_l2norm_in_kernel", "divide q and k by their norms before the call"),
+        (chunk_gated_delta_rule, "head_first", "x.swapaxes(1, 2) makes them so"),
+        (chunk_gated_delta_rule, "causal", "expected one of beta, chunk_size, "),
+        (chunk_gated_output, "g", "cuflash calls it log_g_cumsum"),
+        (recurrent_gated_delta_rule, "initial_state", "cuflash calls it state, which is updated in place"),
+        (recurrent_gated_delta_rule, "cu_seqlens", "chunk_gated_output takes it"),
+    ],
+)
+def test_other_names_are_explained(function: Any, name: str, hint: str) -> None:
+    with pytest.raises(TypeError) as error:
+        function(**{name: None})
+    assert str(error.value).startswith(f"{function.__name__}() got an unexpected keyword argument {name!r}; ")
+    assert hint in str(error.value)
+
+
+def test_what_is_missing_is_named() -> None:
+    good = good_arguments(recurrent_gated_delta_rule, np)
+    del good["state"]
+    with pytest.raises(TypeError, match="state is missing, expected a NumPy or CuPy array"):
+        recurrent_gated_delta_rule(**good)
+
+
 # Where arrays are
 
 

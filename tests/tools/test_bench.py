@@ -514,6 +514,10 @@ def test_peers_of_the_repository_are_measured_where_they_are_named(capsys: pytes
     assert bench.load_peers(None, "numpy") == bench.load_peers("none", "numpy") == bench.Peers({})
     assert bench.main([*SMALL_OPTIONS]) == 0
     assert "naive" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--only-peers chooses of those that --peers names, expected both"):
+        bench.load_peers(None, "numpy", ["naive"])
+    with pytest.raises(ValueError, match=r"no peer.s name in .*peers\.py contains nobody or none"):
+        bench.load_peers(PEERS, "numpy", ["nobody", "none"])
 
 
 def test_runs_without_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -20,11 +20,21 @@ import cuflash.dask
 import cuflash.distributed
 import cuflash.reference
 import cuflash.testing
+from cuflash.plan.gated import GATED_KERNELS
+from cuflash.plan.table import KERNELS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
 LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(#[^)\s]*)?\)")
 EXAMPLES = [path for path in DOCUMENTS if ">>> " in path.read_text()]
+
+
+def test_every_kernel_has_its_page() -> None:
+    pages = ROOT / "docs" / "kernels"
+    listed = (pages / "index.md").read_text().split()
+    assert [spec.name for spec in KERNELS if spec.name not in listed] == []
+    gated = (pages / "gated.md").read_text()
+    assert [spec.name for spec in GATED_KERNELS if spec.name not in gated] == []
 
 
 def anchors(path: Path) -> set[str]:
