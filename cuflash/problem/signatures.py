@@ -273,11 +273,11 @@ def _hint(name: str, known: frozenset[str]) -> str:
     if name in _NOT_NEEDED:
         return _NOT_NEEDED[name]
     is_softmax = "causal" in known
-    for function, parameters in sorted(_parameters.items(), key=lambda item: len(item[0])):
-        if name in parameters and ("causal" in parameters) == is_softmax:
-            return f"{function} takes it"
     if is_softmax and name in _OUR_NAMES:
         return f"cuflash calls it {_OUR_NAMES[name]}"
+    alike = {function: x for function, x in _parameters.items() if name in x and ("causal" in x) == is_softmax}
+    if alike:
+        return f"{max(alike, key=lambda function: len(alike[function] & known))} takes it"
     from difflib import get_close_matches
 
     close = get_close_matches(name.lower(), sorted(known), n=1)

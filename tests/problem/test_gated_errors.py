@@ -483,7 +483,7 @@ def test_what_the_other_forms_do_not_take() -> None:
         (chunk_gated_delta_rule, "causal", "expected one of beta, chunk_size, "),
         (chunk_gated_output, "g", "cuflash calls it log_g_cumsum"),
         (recurrent_gated_delta_rule, "initial_state", "cuflash calls it state, which is updated in place"),
-        (recurrent_gated_delta_rule, "cu_seqlens", "chunk_gated_output takes it"),
+        (recurrent_gated_delta_rule, "cu_seqlens", "chunk_gated_delta_rule takes it"),
     ],
 )
 def test_other_names_are_explained(function: Any, name: str, hint: str) -> None:
