@@ -61,6 +61,11 @@ def measure(code: str, **environment: str) -> Any:
     return json.loads(python(code, **environment).stdout)
 
 
+def keeps_bytecode(folder: Path) -> dict[str, str]:
+    """Variables with which a second import finds compiled modules, whatever the tests' own are told."""
+    return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)}
+
+
 def test_dir_shows_what_is_public() -> None:
     code = "import json, cuflash; print(json.dumps(dir(cuflash)))"
     assert measure(code) == sorted([*cuflash.__all__, "__version__"])
@@ -80,19 +85,19 @@ print(json.dumps(sorted({{name.partition('.')[0] for name in sys.modules}})))
     assert not imported & {"cupy", "cupyx", "cupy_backends", "cuda", "nvidia", "torch", "scipy", "numba"}
 
 
-def test_import_without_a_driver_is_quick() -> None:
+def test_import_without_a_driver_is_quick(tmp_path: Path) -> None:
     code = f"""
 import time
 {WITHOUT_DRIVER}
-begin = time.process_time()
+begin = time.thread_time()
 import numpy
-between = time.process_time()
+between = time.thread_time()
 import cuflash
-print((time.process_time() - between) / (between - begin))
+print((time.thread_time() - between) / (between - begin))
 """
     # By the processor's time, against another library's: other processes, and slow machines, change both.
-    ratio = min(measure(code) for _ in range(5))
-    assert ratio < 2, f"{ratio:.2f} times import numpy"
+    times = [measure(code, **keeps_bytecode(tmp_path)) for _ in range(6)]
+    assert min(times[1:]) < 1.5, f"{min(times[1:]):.2f} times import numpy"
 
 
 def test_import_is_silent_without_a_driver() -> None:
@@ -227,8 +232,9 @@ begin = time.perf_counter()
 import cuflash
 print(time.perf_counter() - begin)
 """
-    measure(code, CUPY_CACHE_DIR=str(tmp_path))
-    seconds = min(measure(code, CUPY_CACHE_DIR=str(tmp_path)) for _ in range(5))
+    environment = {"CUPY_CACHE_DIR": str(tmp_path), **keeps_bytecode(tmp_path)}
+    measure(code, **environment)
+    seconds = min(measure(code, **environment) for _ in range(5))
     assert seconds <= 0.25, f"{seconds:.3f} s above import cupy; cupy.empty(1)"
 
 
