@@ -480,6 +480,10 @@ def main() -> int:
     parser.add_argument("--kernel", default="", help="the only one to measure")
     arguments = parser.parse_args()
     if arguments.step == "measure":
+        from cuflash.gpu.installed import why_no_gpu
+
+        if why_no_gpu():
+            parser.error(why_no_gpu())
         measure(arguments.file, arguments.kernel)
         return 0
     from cuflash.plan.table import device_of

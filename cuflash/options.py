@@ -7,6 +7,8 @@ import re
 from contextvars import ContextVar
 from types import TracebackType
 
+import numpy as np
+
 from .plan.names import kernel_names
 from .settings import ENVIRONMENT, Settings, current, num_threads, read
 
@@ -85,11 +87,11 @@ class options:
         for name, value in (("kernel", kernel), ("tile", tile)):
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{name} is {value!r} ({type(value).__name__}), expected a str")
-        if log is not None and not isinstance(log, bool):
+        if log is not None and not isinstance(log, (bool, np.bool_)):
             raise TypeError(f"log is {log!r} ({type(log).__name__}), expected a bool")
         _check_kernel("kernel", kernel or "")
         _check_tile("tile", tile or "")
-        self._given = (kernel, tile, log)
+        self._given = (kernel, tile, None if log is None else bool(log))
 
     def __enter__(self) -> None:
         _hold((*_OPEN.get(), self))

@@ -298,6 +298,7 @@ def test_kernels_of_other_operations_refuse() -> None:
 def test_log_is_one_line_per_call(capsys: pytest.CaptureFixture[str]) -> None:
     with cuflash.options(log=True):
         cuflash.attention(X, X, X)
+    with cuflash.options(log=np.True_):
         cuflash.attention(X, X, X, softcap=3)
     assert capsys.readouterr().err.splitlines() == [
         "cuflash: attention float32, batch 1, heads 2/2, 5 x 5, head_dim 8 -> cpu",
