@@ -142,7 +142,7 @@ def brief(x: Any) -> str:
         return f"{x!r}"
     if type(x) is ArrayInfo:
         return f"an array of shape {x.shape}"
-    if hasattr(x, "shape"):
+    if isinstance(getattr(x, "shape", None), tuple):
         return f"a {type(x).__name__} of shape {tuple(x.shape)}"
     try:
         text = repr(x)
