@@ -48,5 +48,17 @@ def _compile_at_import() -> None:
         compile_core_kernels()
 
 
-check_environment()
+def _check_environment() -> None:
+    try:
+        check_environment()
+    except ValueError as error:
+        import sys
+        from itertools import pairwise
+
+        if ("-m", "cuflash") in pairwise(sys.orig_argv):  # the command line has no other chance to say it in a sentence
+            raise SystemExit(f"cuflash: {error}") from None
+        raise
+
+
+_check_environment()
 _compile_at_import()

@@ -274,6 +274,9 @@ def test_environment_reaches_calls(environment: dict[str, str], words: str) -> N
 )
 def test_environment_that_no_call_could_use_fails_at_import(environment: dict[str, str], words: str) -> None:
     assert in_a_new_process("print('imported')", **environment) == f"ValueError: {words}"
+    command = [sys.executable, "-m", "cuflash", "doctor"]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"cuflash: {words}\n")
 
 
 def test_every_tile_can_be_chosen() -> None:
