@@ -482,8 +482,8 @@ def main() -> int:
     if arguments.step == "measure":
         from cuflash.gpu.installed import why_no_gpu
 
-        if why_no_gpu():
-            parser.error(why_no_gpu())
+        if missing := why_no_gpu():
+            parser.error(missing)
         measure(arguments.file, arguments.kernel)
         return 0
     from cuflash.plan.table import device_of

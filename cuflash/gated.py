@@ -130,7 +130,8 @@ def chunk_gated_output(
     >>> np.allclose(o[70], (q[70, :, None] @ state)[:, 0] / 32**0.5, atol=1e-5)
     True
     """
-    check_options("chunk_gated_output", unknown)
+    if unknown:
+        check_options("chunk_gated_output", unknown)
     problem, infos = describe_chunk_gated_output(
         q, k, v_new, h, log_g_cumsum, cu_seqlens, scale=scale, chunk_size=chunk_size, out=out
     )
@@ -267,7 +268,8 @@ def chunk_gated_delta_rule(
     >>> np.allclose(whole, np.concatenate([first, second], axis=1), atol=1e-5)
     True
     """
-    check_options("chunk_gated_delta_rule", unknown)
+    if unknown:
+        check_options("chunk_gated_delta_rule", unknown)
     problem, infos = describe_chunk_gated_delta_rule(
         q, k, v, log_g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, chunk_size=chunk_size, out=out,
@@ -367,7 +369,8 @@ def recurrent_gated_delta_rule(
     [3. 4.]
     [5. 6.]
     """
-    check_options("recurrent_gated_delta_rule", unknown)
+    if unknown:
+        check_options("recurrent_gated_delta_rule", unknown)
     problem, infos = describe_recurrent_gated_delta_rule(q, k, v, log_g, beta, state, scale=scale, out=out)
     return _execute(problem, infos, out, final=False)
 
