@@ -50,6 +50,9 @@ constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
 static_assert(kVectorLoads && kHasValues && !kHasArrays);
 
+// Rows are finished beside their last product.
+constexpr bool kFinishesEarly = !kWalksOn;
+
 // What a warp of a warpgroup has of its rows.
 struct RowWarp {
     const AttentionParams& params;
@@ -165,12 +168,14 @@ struct RowWarp {
         weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
-    // O += P V of the last tile.
-    __device__ __forceinline__ void last(int i, const Weights& weights, OutputTotal& total) {
+    // O += P V of the last tile, and what is done meanwhile.
+    template <typename Meanwhile>
+    __device__ __forceinline__ void last(int i, const Weights& weights, OutputTotal& total, Meanwhile meanwhile) {
         source.wait_for_values(i);
         source.see();
         wgmma_fence();
         issue_output(i, weights);
+        meanwhile();
         wgmma_wait<0>(o[0]);
         source.release_values(i);
         if (i - before >= kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
@@ -209,7 +214,12 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         place.narrow(group, walk, i, end);
         pass_by(source, before, i);
     }
-    if (i < end) {
+    FinishedLane finished;
+    const auto finish = [&] {
+        finished = finish_lane(params, place.tile, shared.unit, states, shared.exchange, Warp(thread_index_again()));
+    };
+    const bool any_tiles = i < end;
+    if (any_tiles) {
         RowWarp own = {
             params, shared, place, states, o, source, walk, number, before, shared.unit, shared.unit.multiplier};
         OutputTotal total;
@@ -218,15 +228,18 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
 #pragma unroll 1
         for (++i; i < end; ++i) own.turn(i, weights, total);
         source.release_queries(number);
-        own.last(i - 1, weights, total);
-        barrier_wait(1 + group_of_thread(), kGroupThreads);  // nobody multiplies by queries any more
+        own.last(i - 1, weights, total, [&] {
+            if constexpr (kFinishesEarly) finish();
+        });
+        // Nobody multiplies by queries any more, through which output passes.
+        if (kWalksOn || sizeof(OutElement) == 2) barrier_wait(1 + group_of_thread(), kGroupThreads);
     } else {
         source.release_queries(number);
     }
     // right either way: there are none left
     if (passes_by(params)) pass_by(source, i, uniform(place.end()));
+    if (!kFinishesEarly || !any_tiles) finish();
     const Warp again(thread_index_again());
-    const FinishedLane finished = finish_lane(params, place.tile, shared.unit, states, shared.exchange, again);
     if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);
     else store_rows(params, o, finished, shared.q[number % kQueryBuffers], again);
 }

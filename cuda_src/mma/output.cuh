@@ -73,12 +73,15 @@ __device__ __forceinline__ void store_staged_rows(const AttentionParams& params,
     }
 }
 
-// Stores two neighbouring features of an output of float32 or float64; `row` may be null.
-__device__ __forceinline__ void store_pair(const AttentionParams& params, char* row, int column,
-                                           const float (&values)[2]) {
-    if constexpr (kVectorLoads && sizeof(OutElement) == 4)
-        store_if(row && column < params.head_dim_v, row + column * 4, values);
-    else if (row) store_output(params, row, column, values);
+// Stores a lane's features of a row of float32, two of every eight, so many of which are left from the first ones on.
+// One register holds the address, and beside each store there is one instruction.
+template <int kFirst = 0, typename Value>
+__device__ __forceinline__ void store_pairs(char* address, int num_left, const Value& value) {
+    if constexpr (kFirst < kFeatureTiles) {
+        const float values[2] = {value(2 * kFirst), value(2 * kFirst + 1)};
+        store_if<kFirst * 32>(num_left > kFirst * 8, address, values);
+        store_pairs<kFirst + 1>(address, num_left, value);
+    }
 }
 
 // Stores the features of rows that are finished, `rows` being those of Q: 16-bit output passes through them, so that
@@ -93,14 +96,20 @@ __device__ __forceinline__ void store_rows(const AttentionParams& params, Output
     for (int r = 0; r < kRows; ++r) {
         const float row_factor = __shfl_sync(0xffffffffu, finished.factor, row_of(r, lane));
         char* const row_address = address_of_lane(finished.address, row_of(r, lane));
+        const int columns = warp.share * kWarpFeatures;
+        const auto value = [&](int i) { return multiply_subnormal(at(o, r, i), row_factor); };
+        if constexpr (kVectorLoads && sizeof(OutElement) == 4) {
+            const int first_column = columns + lane % 4 * 2;
+            store_pairs(row_address + first_column * 4, row_address ? params.head_dim_v - first_column : 0, value);
+            continue;
+        }
 #pragma unroll
         for (int f = 0; f < kFeatureTiles; ++f) {
-            const int column = warp.share * kWarpFeatures + f * 8 + lane % 4 * 2;
-            const float values[2] = {multiply_subnormal(at(o, r, 2 * f), row_factor),
-                                     multiply_subnormal(at(o, r, 2 * f + 1), row_factor)};
+            const int column = columns + f * 8 + lane % 4 * 2;
+            const float values[2] = {value(2 * f), value(2 * f + 1)};
             if constexpr (sizeof(OutElement) == 2)
                 *reinterpret_cast<unsigned int*>(&staging[row_of(r, lane)][column]) = output_pair(values);
-            else store_pair(params, row_address, column, values);
+            else if (row_address) store_output(params, row_address, column, values);
         }
     }
     if constexpr (sizeof(OutElement) == 2) {

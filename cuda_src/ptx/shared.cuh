@@ -20,6 +20,13 @@ __device__ __forceinline__ const char* unknown(const char* value) {
     return value;
 }
 
+// An address in global memory, computed here and not where it is needed.
+__device__ __forceinline__ const char* found(const char* address) {
+    size_t in_global = __cvta_generic_to_global(address);
+    asm volatile("" : "+l"(in_global));
+    return static_cast<const char*>(__cvta_global_to_generic(in_global));
+}
+
 // An instruction without effect, where `rarely` holds: the compiler moves no other one across it.
 __device__ __forceinline__ void stay_in_front_if(bool rarely) {
     if (rarely) asm volatile("pmevent 0;" ::: "memory");

@@ -43,11 +43,13 @@ __device__ __forceinline__ void store_if(bool wanted, char* address, const Words
         : "memory");
 }
 
-// The same for two floats.
+// The same for two floats, so many bytes behind an address.
+template <int kBehind>
 __device__ __forceinline__ void store_if(bool wanted, char* address, const float (&values)[2]) {
     asm volatile(
-        "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted st.global.v2.f32 [%2], {%0, %1}; }" ::"f"(values[0]),
-        "f"(values[1]), "l"(address), "r"(static_cast<int>(wanted))
+        "{ .reg .pred wanted; setp.ne.b32 wanted, %3, 0; @wanted st.global.v2.f32 [%2 + %4], {%0, %1}; }" ::"f"(
+            values[0]),
+        "f"(values[1]), "l"(address), "r"(static_cast<int>(wanted)), "n"(kBehind)
         : "memory");
 }
 

@@ -164,7 +164,7 @@ class Packer:
         self._is_split = plan.num_splits > 1
         self._varlen = traits.op == "attention_varlen"
         if not self._varlen:
-            strides = self._strides(like)[:_NUM_STRIDED]
+            strides = _strides(like, plan)[:_NUM_STRIDED]
             # An array without strides is an offset for all batches, or not there.
             self._given = itemgetter(*[i for i, steps in enumerate(strides) if steps])
             self._num_batch = num_batch
@@ -201,7 +201,7 @@ class Packer:
 
     def __call__(self, problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
         """Pack them for one launch of a plan."""
-        strides, varlen, cache = self._strides(problem), self._varlen, problem.cache
+        strides, varlen, cache = _strides(problem, plan), self._varlen, problem.cache
         num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
         lengths = _pack_lengths(
             seqlen_q=problem.seqlen_q,
@@ -220,10 +220,6 @@ class Packer:
         cached = _cached(cache) if cache else _NOT_CACHED
         return steps + lengths + splits + self._others + sequences + cached + outer_steps
 
-    def _strides(self, problem: Problem) -> tuple[Any, ...]:
-        """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
-        return partial_strides(problem) if self._is_split else problem.strides
-
     def _dense_strides(self, strides: tuple[Any, ...]) -> tuple[bytes, bytes]:
         given, num_outer = self._given(strides), self._num_outer
         if self._merged is not None:
@@ -234,8 +230,13 @@ class Packer:
         return self._pack_strides(*chain.from_iterable(steps[num_outer:] for steps in given)), outer
 
 
+def _strides(problem: Problem, plan: Plan) -> tuple[Any, ...]:
+    """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
+    return partial_strides(problem, plan.num_splits) if plan.num_splits > 1 else problem.strides
+
+
 def _splits(problem: Problem, plan: Plan) -> bytes:
-    out_stride, lse_stride = partial_of(problem).strides
+    out_stride, lse_stride = partial_of(problem, plan.num_splits).strides
     return _pack_splits(
         num_splits=divisor(plan.num_splits),
         split_size=plan.split_size,

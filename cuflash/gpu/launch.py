@@ -186,7 +186,7 @@ def launch_parts(problem: Problem, plan: Plan, packer: Packer) -> tuple[Part, ..
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
         return (((plan.num_blocks,), packer(problem, plan), None),)
-    strides = partial_strides(problem) if plan.num_splits > 1 else problem.strides
+    strides = partial_strides(problem, plan.num_splits) if plan.num_splits > 1 else problem.strides
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = tuple(

@@ -18,7 +18,10 @@ from .arguments import DIVISOR, Fields, divisor, packer
 ROW_AXES = BATCH_AXES + 2
 MAX_PARTS = 16
 """Arrays of their own that one launch merges; parts stacked in one array may be any number."""
-NUM_THREADS = 256
+MAX_THREADS = 256
+"""Of a block, which has fewer where multiprocessors would be left without one: what it loads has one way to each."""
+SPREAD_OVER = 128
+"""Multiprocessors that blocks are spread over."""
 PARTS_PER_TURN = 8
 """Of a row, that a warp takes; of more, other warps of the block take the next ones at the same time."""
 MAX_WIDTH = 512
@@ -66,6 +69,8 @@ class Merge(NamedTuple):
 
     program: Program
     num_blocks: int
+    num_threads: int
+    """Of a block."""
     stacked: bool
     pieces: tuple[tuple[bytes, tuple[int, ...]], ...]
     """For each launch the struct behind the addresses, and what to add to those: `outs`, `lses`, `out`, `lse`. None
@@ -134,7 +139,7 @@ def plan_merge(
     program = _program(width, outs, lses, out, lse, num_parts, part_strides)
     outs_part_stride, lses_part_stride = part_strides or (0, 0)
     warps_per_row = 1
-    while warps_per_row * PARTS_PER_TURN < num_parts and warps_per_row * WARP < NUM_THREADS:
+    while warps_per_row * PARTS_PER_TURN < num_parts and warps_per_row * WARP < MAX_THREADS:
         warps_per_row *= 2
     packed = _PACK_VALUES[stacked](
         outs_strides=every(outs),
@@ -162,7 +167,11 @@ def plan_merge(
         pieces.append((packed, tuple(offsets)))
     macros = dict(program.macros)
     lanes = _lanes_per_row(int(macros["HEAD_DIM_V"]), int(macros["PARTS"]), ITEMSIZE[outs[0].dtype])
-    return Merge(program, -(-prod(shape) * lanes * warps_per_row // NUM_THREADS), stacked, tuple(pieces))
+    num_threads = MAX_THREADS
+    while num_threads > WARP * warps_per_row and prod(shape) * lanes * warps_per_row <= SPREAD_OVER * num_threads // 2:
+        num_threads //= 2
+    num_blocks = -(-prod(shape) * lanes * warps_per_row // num_threads)
+    return Merge(program, num_blocks, num_threads, stacked, tuple(pieces))
 
 
 def _program(
@@ -182,14 +191,14 @@ def _program(
         ("DTYPE", f"CUFLASH_{dtype.upper()}"),
         ("OUT_DTYPE", f"CUFLASH_{out.dtype.upper()}"),
         ("HEAD_DIM_V", bucket),
-        ("THREADS", NUM_THREADS),
+        ("THREADS", MAX_THREADS),
         ("PARTS", parts),
         ("STACKED", int(part_strides is not None)),
         ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
     )
     # What warps hand on to the first one of those that share a row.
     lanes = _lanes_per_row(bucket, parts, ITEMSIZE[dtype])
-    return Program("merge", macros, NUM_THREADS * bucket // lanes * max(ITEMSIZE[dtype], 4))
+    return Program("merge", macros, MAX_THREADS * bucket // lanes * max(ITEMSIZE[dtype], 4))
 
 
 def _lanes_per_row(bucket: int, parts: int, itemsize: int) -> int:

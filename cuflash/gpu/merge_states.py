@@ -16,8 +16,8 @@ def merge_workspace(parts: Parts) -> int:
     if parts.strides is not None or parts.num_parts <= MAX_PARTS:
         return 0
     first = parts.outs[0]
-    partial = partial_layout(first.shape[:-1], first.shape[-1], parts.lses[0].dtype)
-    return -(-parts.num_parts // MAX_PARTS) * sum(partial.strides)
+    num_groups = -(-parts.num_parts // MAX_PARTS)
+    return sum(partial_layout(first.shape[:-1], first.shape[-1], parts.lses[0].dtype, num_groups).sizes)
 
 
 class Step(NamedTuple):
@@ -40,9 +40,9 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     if parts.strides is not None or parts.num_parts <= MAX_PARTS:
         whole = plan_merge(rows, width, outs, lses, out_result, lse_result, parts.num_parts, parts.strides)
         return [Step(whole, out_pointers, lse_pointers, out, lse)]
-    partial_out, partial_lse, (out_step, lse_step) = partial_layout(rows, width, dtype)
     num_groups = -(-parts.num_parts // MAX_PARTS)
-    partial_lses = workspace + num_groups * out_step
+    partial_out, partial_lse, (out_step, lse_step), (out_bytes, _) = partial_layout(rows, width, dtype, num_groups)
+    partial_lses = workspace + out_bytes
     steps = []
     for group in range(num_groups):
         members = slice(group * MAX_PARTS, (group + 1) * MAX_PARTS)

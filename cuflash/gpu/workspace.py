@@ -15,7 +15,7 @@ from ..problem.checks import BOUNDARY, workspace_size
 from ..problem.problem import Operand, Problem, result_rows
 from .arguments import start
 from .compile import kernel_function
-from .merge import NUM_THREADS, Merge, plan_merge
+from .merge import Merge, plan_merge
 from .overlap import can_overlap, start_overlapping
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def merge_of_splits(problem: Problem, num_splits: int) -> Merge:
 def _merge(
     rows: tuple[int, ...], head_dim_v: int, dtype: str, out: Operand | None, lse: Operand | None, num_splits: int
 ) -> Merge:
-    partial = partial_layout(rows, head_dim_v, dtype)
+    partial = partial_layout(rows, head_dim_v, dtype, num_splits)
     out = out or partial.out  # without values, of no features: nothing is read or written
     return plan_merge(rows, head_dim_v, [partial.out], [partial.lse], out, lse, num_splits, partial.strides)
 
@@ -58,21 +58,21 @@ class Split(NamedTuple):
         """Merge what lies in a workspace, given addresses, on the current stream of the current device."""
         merge = self.merge
         for packed in merge.arguments_of_stacked(workspace, workspace + self.lse_offset, out, lse):
-            self.start(self.function, (merge.num_blocks,), (NUM_THREADS,), merge.program.shared_memory, packed)
+            self.start(self.function, (merge.num_blocks,), (merge.num_threads,), merge.program.shared_memory, packed)
 
 
 def split_of(problem: Problem, plan: Plan, device_id: int, compute_capability: int) -> Split:
     """Work out what a plan with several splits needs, and compile it."""
     merge = merge_of_splits(problem, plan.num_splits)
     function = kernel_function(merge.program, device_id)
-    lse_offset = partial_of(problem).strides[0] * plan.num_splits
+    lse_offset = partial_of(problem, plan.num_splits).sizes[0]
     return Split(merge, function, lse_offset, start_overlapping if can_overlap(compute_capability) else start)
 
 
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:
     """Merge parts, given their addresses, on the current stream of the current device."""
     for packed in merge.arguments(outs, lses, out, lse):
-        start(function, (merge.num_blocks,), (NUM_THREADS,), merge.program.shared_memory, packed)
+        start(function, (merge.num_blocks,), (merge.num_threads,), merge.program.shared_memory, packed)
 
 
 class Result:

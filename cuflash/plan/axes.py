@@ -38,7 +38,7 @@ def walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
         return (), ()
     if len(problem.batch) <= BATCH_AXES:
         return (), tuple(enumerate(problem.batch))
-    written = partial_strides(problem) if is_split else problem.strides
+    written = partial_strides(problem, 1) if is_split else problem.strides
     merged = merge_axes(problem.batch, [strides for strides in written if strides is not None])
     split = max(0, len(merged) - BATCH_AXES)
     return merged[:split], merged[split:]

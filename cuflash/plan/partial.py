@@ -15,27 +15,31 @@ parts have in common (`store_sum` of cuda_src/common/store.cuh)."""
 
 
 class Partial(NamedTuple):
-    """Where the results of a split lie in a workspace: packed, all `out` first, in the type of the computation."""
+    """Where the results of a split lie in a workspace: packed, all `out` first, in the type of the computation.
+
+    Those of one split after the other; but each row's sums lie together, as lanes that merge them read them together.
+    """
 
     out: Operand
     lse: Operand
     """With `PARTIAL_COLUMNS`."""
     strides: tuple[int, int]
     """Bytes from split to split of `out` and `lse`."""
+    sizes: tuple[int, int]
+    """Bytes of all splits."""
 
 
 @lru_cache(maxsize=1024)
-def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str) -> Partial:
+def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str, num_parts: int) -> Partial:
     """Layout of the partial results of `rows` x `head_dim_v`; of 0 features `out` takes no memory."""
-    widths = head_dim_v, PARTIAL_COLUMNS
-    out, lse = (_packed((*rows, width), dtype) for width in widths)
-    out_step, lse_step = (prod(rows) * width * ITEMSIZE[dtype] for width in widths)
-    return Partial(out, lse, (out_step, lse_step))
-
-
-def _packed(shape: tuple[int, ...], dtype: str) -> Operand:
-    strides = contiguous_strides(shape, ITEMSIZE[dtype])
-    return Operand(dtype, strides, alignment_of(0, shape, strides))
+    itemsize, num_rows = ITEMSIZE[dtype], prod(rows)
+    shape, sums_shape = (*rows, head_dim_v), (*rows, num_parts, PARTIAL_COLUMNS)
+    strides, steps = contiguous_strides(shape, itemsize), contiguous_strides(sums_shape, itemsize)
+    lse_strides = *steps[:-2], steps[-1]
+    out = Operand(dtype, strides, alignment_of(0, shape, strides))
+    lse = Operand(dtype, lse_strides, alignment_of(0, (*rows, PARTIAL_COLUMNS), lse_strides))
+    out_step = num_rows * head_dim_v * itemsize
+    return Partial(out, lse, (out_step, steps[-2]), (out_step * num_parts, num_rows * num_parts * steps[-2]))
 
 
 def result_axes(problem: Problem) -> tuple[int, ...]:
@@ -45,9 +49,9 @@ def result_axes(problem: Problem) -> tuple[int, ...]:
     return *problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
-def partial_of(problem: Problem) -> Partial:
+def partial_of(problem: Problem, num_splits: int) -> Partial:
     """Layout of a problem's partial results."""
-    return partial_layout(result_axes(problem), problem.traits.head_dim_v, problem.traits.lse_dtype)
+    return partial_layout(result_axes(problem), problem.traits.head_dim_v, problem.traits.lse_dtype, num_splits)
 
 
 def partial_traits(traits: Traits) -> Traits:
@@ -56,8 +60,8 @@ def partial_traits(traits: Traits) -> Traits:
     return traits._replace(out_dtype=out_dtype, result_alignment=16)
 
 
-def partial_strides(problem: Problem) -> Strides:
+def partial_strides(problem: Problem, num_splits: int) -> Strides:
     """Strides of a problem whose `out` and `lse` are those of one split."""
-    partial = partial_of(problem)
+    partial = partial_of(problem, num_splits)
     q, k, v, _, _, *others = problem.strides
     return Strides(q, k, v, partial.out.strides if problem.traits.has_values else None, partial.lse.strides, *others)

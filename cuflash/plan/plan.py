@@ -143,7 +143,7 @@ def make_plan(
             f"most {MAX_BLOCKS} on a GPU"
         )
     _check_counts(problem, packed_heads)
-    workspace = num_splits * sum(partial_of(problem).strides) if is_split else 0
+    workspace = sum(partial_of(problem, num_splits).sizes) if is_split else 0
     preparation, workspace = _preparation(problem, build, tile, workspace)
     return Plan(
         build.program(tile, is_split),

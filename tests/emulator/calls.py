@@ -185,7 +185,8 @@ def _merge(width: int, emulator: Emulator) -> None:
     outs, lses = np.ones((3, 5, width), np.float32), np.zeros((3, 5), np.float32)
     lses[0, 1:] = lses[:, 3] = -np.inf
     outs[np.isneginf(lses)] = np.nan
-    for parts in ((outs, lses), (list(outs), list(lses))):
+    # One of them has its rows along the last axis.
+    for parts in ((outs, lses), (list(outs), list(lses)), ([np.asfortranarray(outs[0]), *outs[1:]], list(lses))):
         out, lse = merge(*parts, emulator.sources)
         np.testing.assert_allclose(out, np.where(np.arange(5) == 3, 0, np.ones((width, 5))).T, rtol=1e-6)
         np.testing.assert_allclose(

@@ -25,7 +25,6 @@ from cases import serves
 from cuflash.gpu.arguments import Packer, pack_pointers
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import launch_parts
-from cuflash.gpu.merge import NUM_THREADS
 from cuflash.gpu.merge_states import merge_steps, merge_workspace
 from cuflash.gpu.workspace import merge_of_splits
 from cuflash.plan.build import Program
@@ -357,10 +356,8 @@ class Emulator:
         lse: Any,
     ) -> Any:
         """Write partial results where a workspace begins, then merge them."""
-        between, end = (
-            begin + plan.num_splits * size
-            for size in (partial_of(problem).strides[0], sum(partial_of(problem).strides))
-        )
+        of_out, of_lse = partial_of(problem, plan.num_splits).sizes
+        between, end = begin + of_out, begin + of_out + of_lse
         inputs = [found for found in ranges if not found[3]]
         halves = [(begin, between, "partial out"), (between, end, "partial lse")][begin == between :]
         at = [*pointers[:3], begin, between, *pointers[5:], *prepared]
@@ -369,7 +366,7 @@ class Emulator:
         kernel = compile_kernel(merge.program, self.sources)
         results = [found for found in ranges if found[3]] + [(*half, False) for half in halves]
         for packed in merge.arguments([begin], [between], *pointers[3:5]):
-            kernel.launch(merge.num_blocks, NUM_THREADS, merge.program.shared_memory, packed, results, self.seed)
+            kernel.launch(merge.num_blocks, merge.num_threads, merge.program.shared_memory, packed, results, self.seed)
         return out if lse is None else lse if out is None else (out, lse)
 
 
@@ -414,6 +411,6 @@ def merge(outs: Any, lses: Any, sources: Path | None = None) -> tuple[np.ndarray
         kernel = compile_kernel(merge.program, sources)
         for packed in merge.arguments(*step[1:]):
             usable = [*ranges, (at, at + size, "scratch memory", True)] if size else ranges
-            shared_memory = merge.program.shared_memory
-            kernel.launch(merge.num_blocks, NUM_THREADS, shared_memory, packed, [r for r in usable if r[0] < r[1]])
+            usable = [r for r in usable if r[0] < r[1]]
+            kernel.launch(merge.num_blocks, merge.num_threads, merge.program.shared_memory, packed, usable)
     return out, lse

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from cuflash import reference
-from cuflash.gpu.merge import NUM_THREADS
 from cuflash.gpu.states import merge_of_states, with_sinks
 from cuflash.plan.partial import PARTIAL_COLUMNS, partial_traits
 from cuflash.plan.table import KERNELS, KernelSpec
@@ -68,7 +67,7 @@ def merge(states: list[State], out: np.ndarray, sums: np.ndarray) -> None:
     kernel = compile_kernel(plan.program)
     at = [x.pointer for x in outs], [x.pointer for x in all_sums]
     for packed in plan.arguments(*at, *(x.pointer for x in results)):
-        kernel.launch(plan.num_blocks, NUM_THREADS, plan.program.shared_memory, packed, ranges)
+        kernel.launch(plan.num_blocks, plan.num_threads, plan.program.shared_memory, packed, ranges)
 
 
 def together(emulator: Emulator, edges: list[int], *arrays: np.ndarray, **options: Any) -> Any:

@@ -295,7 +295,7 @@ def test_struct_layout_of_merge(stacked: bool) -> None:
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::MergeParams) == {offset}, "size");')
     assert offset <= 4096, "more than every driver takes"
-    for macro, value in (("kMaxParts", 1 if stacked else merge.MAX_PARTS), ("kThreads", merge.NUM_THREADS)):
+    for macro, value in (("kMaxParts", 1 if stacked else merge.MAX_PARTS), ("kThreads", merge.MAX_THREADS)):
         checks.append(f'static_assert(cuflash::{macro} == {value}, "{macro}");')
     rows = Operand("float32", (0, 4), 4), Operand("float32", (0,), 4)
     program = merge.plan_merge((3,), 128, [rows[0]], [rows[1]], *rows, 2, (4, 4) if stacked else None).program

@@ -69,17 +69,18 @@ def test_no_split_is_left_without_a_tile(dtype: str) -> None:
 
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
-    traits, strides = partial_traits(problem.traits), partial_strides(problem)
+    traits, strides, partial = partial_traits(problem.traits), partial_strides(problem, 5), partial_of(problem, 5)
     assert (traits.out_dtype, traits.lse_dtype) == ("float32", "float32")
-    assert partial_of(problem).strides == (3 * 8 * 128 * 4, 3 * 8 * 3 * 4)
-    assert strides.out == (8 * 512, 512, 512, 4) and strides.lse == (96, 12, 12, 4)
+    assert partial.strides == (3 * 8 * 128 * 4, 3 * 4)
+    assert partial.sizes == (5 * 3 * 8 * 128 * 4, 5 * 3 * 8 * 3 * 4)
+    assert strides.out == (8 * 512, 512, 512, 4) and strides.lse == (8 * 60, 60, 60, 4)
 
 
 def test_without_values_only_sums_are_partial() -> None:
     problem, _ = describe_attention_lse(gpu((3, 8, 1, 128)), gpu((3, 8, 65536, 128)))
-    assert partial_of(problem).strides == (0, 3 * 8 * 3 * 4)
-    strides, found = partial_strides(problem), make_plan(problem, H200, AUTOMATIC)
-    assert strides.v is None and strides.out is None and strides.lse == (96, 12, 12, 4)
+    assert partial_of(problem, 7).strides == (0, 3 * 4)
+    strides, found = partial_strides(problem, 7), make_plan(problem, H200, AUTOMATIC)
+    assert strides.v is None and strides.out is None and strides.lse == (8 * 84, 84, 84, 4)
     assert found.num_splits > 8 and found.workspace == found.num_splits * 3 * 8 * 3 * 4
     assert found.program == make_plan(problem, H200, AUTOMATIC, 1).program
 
@@ -209,7 +210,7 @@ def test_kernels_that_join_compile_without_spills(capability: int, dtype: str) -
         program = workspace.merge_of_splits(problem, 4).program
         for macros in (program.macros, (*program.macros[:-2], ("STACKED", 0), ("ALIGNMENT", 1))):
             resources = compile_offline(program._replace(macros=macros), device_of(capability).arch)
-            assert resources.spill_bytes == 0 and resources.registers <= 168, (dtype, width, resources)
+            assert resources.spill_bytes == 0 and resources.registers <= 240, (dtype, width, resources)
             assert resources.stack_bytes == 0 or dict(macros)["ALIGNMENT"] == 1
 
 

@@ -12,10 +12,11 @@ inline Words load_once_if(bool is_there, const char* address) { return is_there 
 inline void store_if(bool wanted, char* address, const Words& words) {
     if (wanted) *reinterpret_cast<Words*>(address) = words;
 }
+template <int kBehind>
 inline void store_if(bool wanted, char* address, const float (&values)[2]) {
     if (!wanted) return;
-    reinterpret_cast<float*>(address)[0] = values[0];
-    reinterpret_cast<float*>(address)[1] = values[1];
+    reinterpret_cast<float*>(address + kBehind)[0] = values[0];
+    reinterpret_cast<float*>(address + kBehind)[1] = values[1];
 }
 
 inline unsigned int lower_halves(unsigned int first, unsigned int second) { return (first & 0xffffu) | second << 16; }
