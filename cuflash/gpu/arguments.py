@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..plan.axes import BATCH_AXES
-from ..plan.partial import partial_of, partial_strides
+from ..plan.partial import partial_strides
 from ..plan.plan import Plan
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import ARRAYS, HEAD_ARRAYS, Cache, Problem
@@ -215,7 +215,7 @@ class Packer:
             first_block=first_block,
         )
         steps, outer_steps = (_varlen_strides(strides), _NOT_OUTER) if varlen else self._dense_strides(strides)
-        splits = _splits(problem, plan) if self._is_split else _NO_SPLITS
+        splits = _splits(plan) if self._is_split else _NO_SPLITS
         sequences = _sequences(problem) if varlen else _NO_SEQUENCES
         cached = _cached(cache) if cache else _NOT_CACHED
         return steps + lengths + splits + self._others + sequences + cached + outer_steps
@@ -232,11 +232,12 @@ class Packer:
 
 def _strides(problem: Problem, plan: Plan) -> tuple[Any, ...]:
     """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
-    return partial_strides(problem, plan.num_splits) if plan.num_splits > 1 else problem.strides
+    return partial_strides(problem, plan.partial) if plan.partial else problem.strides
 
 
-def _splits(problem: Problem, plan: Plan) -> bytes:
-    out_stride, lse_stride = partial_of(problem, plan.num_splits).strides
+def _splits(plan: Plan) -> bytes:
+    assert plan.partial is not None, "else there is one split"
+    out_stride, lse_stride = plan.partial.strides
     return _pack_splits(
         num_splits=divisor(plan.num_splits),
         split_size=plan.split_size,

@@ -57,7 +57,7 @@ class Launch:
             packed = self._parts[0][1] if self._parts else packer(problem, plan)
             self._append = function, (plan.append.num_blocks,), packed
         self._split = None
-        if plan.num_splits > 1:
+        if plan.partial is not None:
             self._split = split_of(problem, plan, device_id, device_info(device_id).compute_capability)
         self._out, self._lse = results_of(problem)
         self._extents: list[tuple[int, int, int, bool]] | None = None
@@ -186,7 +186,7 @@ def launch_parts(problem: Problem, plan: Plan, packer: Packer) -> tuple[Part, ..
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
         return (((plan.num_blocks,), packer(problem, plan), None),)
-    strides = partial_strides(problem, plan.num_splits) if plan.num_splits > 1 else problem.strides
+    strides = partial_strides(problem, plan.partial) if plan.partial else problem.strides
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = tuple(

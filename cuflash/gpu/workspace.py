@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..plan.partial import partial_layout, partial_of, result_axes
+from ..plan.partial import partial_layout, result_axes
 from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
 from ..problem.problem import Operand, Problem, result_rows
@@ -65,8 +65,9 @@ def split_of(problem: Problem, plan: Plan, device_id: int, compute_capability: i
     """Work out what a plan with several splits needs, and compile it."""
     merge = merge_of_splits(problem, plan.num_splits)
     function = kernel_function(merge.program, device_id)
-    lse_offset = partial_of(problem, plan.num_splits).sizes[0]
-    return Split(merge, function, lse_offset, start_overlapping if can_overlap(compute_capability) else start)
+    launches = start_overlapping if can_overlap(compute_capability) else start
+    assert plan.partial is not None, "else there is one split"
+    return Split(merge, function, plan.partial.sizes[0], launches)
 
 
 def launch_merge(function: Any, merge: Merge, outs: list[int], lses: list[int], out: int, lse: int) -> None:

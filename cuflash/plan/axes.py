@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..problem.problem import Problem
-from .partial import partial_strides
+from .partial import partial_of, partial_strides
 
 BATCH_AXES = 4
 """Leading axes that a kernel walks."""
@@ -38,7 +38,7 @@ def walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
         return (), ()
     if len(problem.batch) <= BATCH_AXES:
         return (), tuple(enumerate(problem.batch))
-    written = partial_strides(problem, 1) if is_split else problem.strides
+    written = partial_strides(problem, partial_of(problem, 1)) if is_split else problem.strides
     merged = merge_axes(problem.batch, [strides for strides in written if strides is not None])
     split = max(0, len(merged) - BATCH_AXES)
     return merged[:split], merged[split:]

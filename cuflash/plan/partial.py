@@ -60,8 +60,7 @@ def partial_traits(traits: Traits) -> Traits:
     return traits._replace(out_dtype=out_dtype, result_alignment=16)
 
 
-def partial_strides(problem: Problem, num_splits: int) -> Strides:
+def partial_strides(problem: Problem, partial: Partial) -> Strides:
     """Strides of a problem whose `out` and `lse` are those of one split."""
-    partial = partial_of(problem, num_splits)
     q, k, v, _, _, *others = problem.strides
     return Strides(q, k, v, partial.out.strides if problem.traits.has_values else None, partial.lse.strides, *others)

@@ -15,7 +15,7 @@ from ..settings import Settings
 from .axes import Axes, walked_axes
 from .build import Build, Program, build_of_rows, find_builds
 from .cost import Choice, Lengths, heads_per_tile, lengths_of, walk_of
-from .partial import partial_of
+from .partial import Partial, partial_of
 from .table import KERNELS, Device, KernelSpec, Tile
 from .tiles import APPENDING, PREPARING, WARP, round_up
 
@@ -79,6 +79,8 @@ class Plan(NamedTuple):
     """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
     split_size: int
     """Keys of each of them, counted from key 0; 0: those that a tile sees are shared out."""
+    partial: Partial | None
+    """Where the results of splits lie in the workspace."""
     preparation: Preparation | None
     append: Append | None
 
@@ -143,8 +145,8 @@ def make_plan(
             f"most {MAX_BLOCKS} on a GPU"
         )
     _check_counts(problem, packed_heads)
-    workspace = sum(partial_of(problem, num_splits).sizes) if is_split else 0
-    preparation, workspace = _preparation(problem, build, tile, workspace)
+    partial = partial_of(problem, num_splits) if is_split else None
+    preparation, workspace = _preparation(problem, build, tile, sum(partial.sizes) if partial else 0)
     return Plan(
         build.program(tile, is_split),
         tile,
@@ -161,6 +163,7 @@ def make_plan(
         outer_axes,
         num_splits,
         split_size if is_split else 0,
+        partial,
         preparation,
         _append(problem, build),
     )

@@ -6,7 +6,6 @@ A call is checked once for its kind. With other lengths nothing is asked again b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import gcd
 from typing import Any
 
@@ -81,7 +80,7 @@ class Kind:
             Of a cache with a known length, which ends there.
         """
         like = self._like
-        batch, offset, cache, find_shapes = like.batch, like.query_offset, like.cache, self._shapes
+        batch, offset, cache = like.batch, like.query_offset, like.cache
         if cache is not None and num_keys is not None and not like.traits.page_table:
             q, k, v, *others = shapes
             shapes = q, (*k[:2], num_keys, k[3]), (*v[:2], num_keys, v[3]), *others
@@ -99,12 +98,12 @@ class Kind:
                     return None
                 num_values = seqlen_k = self._keys_in_cache(shapes, num_keys)
                 cache = self._cache(shapes)
-                find_shapes = partial(cache_shapes, cache=cache)
             if like.bottom_right and not like.traits.seqlens_k:
                 offset = seqlen_k - seqlen_q
         if num_values != seqlen_k:
             return None
-        targets = find_shapes(batch, self._heads, (seqlen_q, seqlen_k), self._head_dims)
+        sizes = batch, self._heads, (seqlen_q, seqlen_k), self._head_dims
+        targets = cache_shapes(*sizes, cache) if cache is not None else self._shapes(*sizes)
         found: list[Any] = [None] * len(ARRAYS)
         for place, i in self._read:
             shape, target = shapes[i], targets[place]

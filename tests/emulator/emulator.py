@@ -28,7 +28,6 @@ from cuflash.gpu.launch import launch_parts
 from cuflash.gpu.merge_states import merge_steps, merge_workspace
 from cuflash.gpu.workspace import merge_of_splits
 from cuflash.plan.build import Program
-from cuflash.plan.partial import partial_of
 from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import KERNELS, Device, device_of
 from cuflash.plan.tiles import APPENDING, PREPARING
@@ -356,7 +355,8 @@ class Emulator:
         lse: Any,
     ) -> Any:
         """Write partial results where a workspace begins, then merge them."""
-        of_out, of_lse = partial_of(problem, plan.num_splits).sizes
+        assert plan.partial is not None, "else it has one split"
+        of_out, of_lse = plan.partial.sizes
         between, end = begin + of_out, begin + of_out + of_lse
         inputs = [found for found in ranges if not found[3]]
         halves = [(begin, between, "partial out"), (between, end, "partial lse")][begin == between :]

@@ -69,7 +69,8 @@ def test_no_split_is_left_without_a_tile(dtype: str) -> None:
 
 def test_workspace_is_packed() -> None:
     problem = decode(batch=3)
-    traits, strides, partial = partial_traits(problem.traits), partial_strides(problem, 5), partial_of(problem, 5)
+    traits, partial = partial_traits(problem.traits), partial_of(problem, 5)
+    strides = partial_strides(problem, partial)
     assert (traits.out_dtype, traits.lse_dtype) == ("float32", "float32")
     assert partial.strides == (3 * 8 * 128 * 4, 3 * 4)
     assert partial.sizes == (5 * 3 * 8 * 128 * 4, 5 * 3 * 8 * 3 * 4)
@@ -78,8 +79,9 @@ def test_workspace_is_packed() -> None:
 
 def test_without_values_only_sums_are_partial() -> None:
     problem, _ = describe_attention_lse(gpu((3, 8, 1, 128)), gpu((3, 8, 65536, 128)))
-    assert partial_of(problem, 7).strides == (0, 3 * 4)
-    strides, found = partial_strides(problem, 7), make_plan(problem, H200, AUTOMATIC)
+    partial = partial_of(problem, 7)
+    assert partial.strides == (0, 3 * 4)
+    strides, found = partial_strides(problem, partial), make_plan(problem, H200, AUTOMATIC)
     assert strides.v is None and strides.out is None and strides.lse == (8 * 84, 84, 84, 4)
     assert found.num_splits > 8 and found.workspace == found.num_splits * 3 * 8 * 3 * 4
     assert found.program == make_plan(problem, H200, AUTOMATIC, 1).program
