@@ -230,10 +230,12 @@ def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, p
     """
     if type(seqlens_k) is not int:
         return None if not hasattr(seqlens_k, "shape") else (None, seqlens_k, k_cache, v_cache, k_new, v_new)
-    arrays = k_cache, v_cache, k_cache if k_new is None else k_new
     known = np.ndarray, cupy_ndarray()
-    if seqlens_k < 0 or any(type(x) not in known or x.ndim != 4 for x in arrays):
+    if seqlens_k < 0:
         return None
+    for array in (k_cache, v_cache, k_cache if k_new is None else k_new):
+        if type(array) not in known or array.ndim != 4:
+            return None
     if k_cache.shape[:3] != v_cache.shape[:3]:  # capacities, which nobody compares later
         return None
     capacity, num_new = k_cache.shape[2], 0 if k_new is None else k_new.shape[2]
