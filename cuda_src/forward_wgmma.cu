@@ -50,7 +50,7 @@ constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
 static_assert(kVectorLoads && kHasValues && !kHasArrays);
 
-// Rows are finished beside their last product.
+// Rows are finished beside their last product; where blocks walk on, others multiply then, and loaders fall behind.
 constexpr bool kFinishesEarly = !kWalksOn;
 
 // What a warp of a warpgroup has of its rows.

@@ -143,6 +143,7 @@ __device__ __forceinline__ void merge_rows(const MergeParams& params, TeamValues
     const RowParts parts(params, place);
     char* const out = params.out + place.offset(params.out_strides);
     // Addresses of what is loaded first are found before it is there: each instruction behind the wait is waited for.
+    // That one lane sends for them keeps the assembler from moving them there.
     const int begin = member * kPartsPerTurn;
     const LaneSums::Addresses sums(parts, lane);
     Turn turn(parts, begin, lane * kVector);

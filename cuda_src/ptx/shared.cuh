@@ -20,7 +20,7 @@ __device__ __forceinline__ const char* unknown(const char* value) {
     return value;
 }
 
-// An address in global memory, computed here and not where it is needed.
+// An address in global memory, computed here and not where it is needed, as far as the first of two compilers knows.
 __device__ __forceinline__ const char* found(const char* address) {
     size_t in_global = __cvta_generic_to_global(address);
     asm volatile("" : "+l"(in_global));
