@@ -18,7 +18,7 @@
 #endif
 
 #include "common/store.cuh"
-#include "merge/parts.cuh"
+#include "merge/loads.cuh"
 
 namespace cuflash {
 

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from ..plan.axes import BATCH_AXES
-from ..plan.partial import partial_strides
+from ..plan.partial import Partial, partial_strides
 from ..plan.plan import Plan
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import ARRAYS, HEAD_ARRAYS, Cache, Problem
+from ..problem.problem import ARRAYS, HEAD_ARRAYS, Cache, Problem, Strides
 
 Fields = tuple[tuple[str, str], ...]
 """Names of a struct's fields with their `struct` formats."""
@@ -161,10 +161,9 @@ class Packer:
 
     def __init__(self, like: Problem, plan: Plan) -> None:
         traits, dtypes, axes, num_batch = like.traits, like.dtypes, plan.batch_axes, len(like.batch)
-        self._is_split = plan.num_splits > 1
         self._varlen = traits.op == "attention_varlen"
         if not self._varlen:
-            strides = _strides(like, plan)[:_NUM_STRIDED]
+            strides = strides_of(like, plan)[:_NUM_STRIDED]
             # An array without strides is an offset for all batches, or not there.
             self._given = itemgetter(*[i for i, steps in enumerate(strides) if steps])
             self._num_batch = num_batch
@@ -201,7 +200,7 @@ class Packer:
 
     def __call__(self, problem: Problem, plan: Plan, first_block: int = 0) -> bytes:
         """Pack them for one launch of a plan."""
-        strides, varlen, cache = _strides(problem, plan), self._varlen, problem.cache
+        strides, varlen, cache = strides_of(problem, plan), self._varlen, problem.cache
         num_m_blocks, planes_at_once = plan.num_m_blocks, plan.planes_at_once
         lengths = _pack_lengths(
             seqlen_q=problem.seqlen_q,
@@ -215,7 +214,7 @@ class Packer:
             first_block=first_block,
         )
         steps, outer_steps = (_varlen_strides(strides), _NOT_OUTER) if varlen else self._dense_strides(strides)
-        splits = _splits(plan) if self._is_split else _NO_SPLITS
+        splits = _splits(plan, plan.partial) if plan.partial else _NO_SPLITS
         sequences = _sequences(problem) if varlen else _NO_SEQUENCES
         cached = _cached(cache) if cache else _NOT_CACHED
         return steps + lengths + splits + self._others + sequences + cached + outer_steps
@@ -230,14 +229,13 @@ class Packer:
         return self._pack_strides(*chain.from_iterable(steps[num_outer:] for steps in given)), outer
 
 
-def _strides(problem: Problem, plan: Plan) -> tuple[Any, ...]:
+def strides_of(problem: Problem, plan: Plan) -> Strides:
     """Strides in the order of `ARRAYS`; of partial results if these are what is written."""
     return partial_strides(problem, plan.partial) if plan.partial else problem.strides
 
 
-def _splits(plan: Plan) -> bytes:
-    assert plan.partial is not None, "else there is one split"
-    out_stride, lse_stride = plan.partial.strides
+def _splits(plan: Plan, partial: Partial) -> bytes:
+    out_stride, lse_stride = partial.strides
     return _pack_splits(
         num_splits=divisor(plan.num_splits),
         split_size=plan.split_size,

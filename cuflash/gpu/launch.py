@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from ..log import DEBUG, is_enabled, log_call, log_plan
-from ..plan.partial import partial_strides
 from ..plan.plan import MAX_GRID, Plan, make_plan
 from ..plan.table import Device
 from ..plan.tiles import APPENDING, PREPARING
@@ -18,7 +17,7 @@ from ..problem.arrays import extent
 from ..problem.checks import workspace_size
 from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, shapes_of
 from ..settings import settings
-from .arguments import Packer, pack_pointers, start
+from .arguments import Packer, pack_pointers, start, strides_of
 from .compile import kernel_function, nvrtc_version
 from .installed import WGMMA_NVRTC
 from .workspace import allocate_with_workspace, is_capturing, results_of, split_of
@@ -186,7 +185,7 @@ def launch_parts(problem: Problem, plan: Plan, packer: Packer) -> tuple[Part, ..
     """Launches that a plan needs: usually one, more beyond four leading axes or the largest grid."""
     if not plan.outer_axes and 0 < plan.num_blocks <= MAX_GRID:
         return (((plan.num_blocks,), packer(problem, plan), None),)
-    strides = partial_strides(problem, plan.partial) if plan.partial else problem.strides
+    strides = strides_of(problem, plan)
     parts: list[Part] = []
     for index in product(*(range(length) for _, length in plan.outer_axes)):
         offsets = tuple(
