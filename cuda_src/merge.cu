@@ -19,6 +19,7 @@
 
 #include "common/store.cuh"
 #include "merge/loads.cuh"
+#include "ptx/maximum.cuh"
 
 namespace cuflash {
 
@@ -37,6 +38,15 @@ struct TeamValues {
     Values of[kVectors][kThreads];
 };
 
+// The largest value of the lanes of a row.
+__device__ __forceinline__ Accumulator largest_of_lanes(Accumulator value) {
+    if constexpr (kLanesPerRow == 32 && sizeof(Accumulator) == 4) return largest_of_warp(value);
+#pragma unroll
+    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
+        value = maximum(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+}
+
 // The sum over all parts of a row, `first_sums` being those of the lane's first ones. Each counts by the same
 // exponential as its output does later, so that what these are off by is off in both.
 __device__ __forceinline__ ExponentialSum sum_parts(const RowParts& parts, const LaneSums& first_sums, int lane) {
@@ -45,9 +55,7 @@ __device__ __forceinline__ ExponentialSum sum_parts(const RowParts& parts, const
 #pragma unroll 1
     for (int part = kStep + lane; part - lane < parts.num_parts; part += kStep)  // right either way: others are empty
         largest = maximum(largest, LaneSums(parts, {parts, part}, part).largest());
-#pragma unroll
-    for (int distance = kLanesPerRow / 2; distance > 0; distance /= 2)
-        largest = maximum(largest, __shfl_xor_sync(0xffffffffu, largest, distance));
+    largest = largest_of_lanes(largest);
     Accumulator sum = first_sums.relative_to(parts, largest);
 #pragma unroll 1
     for (int part = kStep + lane; part - lane < parts.num_parts; part += kStep)  // right either way: others are empty

@@ -77,7 +77,10 @@
 #ifndef CUFLASH_VARLEN
 #define CUFLASH_VARLEN 0
 #endif
-// Whether each batch has a length of its own, in an array, and whether its keys lie in pages.
+// Whether each batch has a query offset of its own, in an array; a length, likewise; and whether its keys lie in pages.
+#ifndef CUFLASH_QUERY_OFFSET
+#define CUFLASH_QUERY_OFFSET 0
+#endif
 #ifndef CUFLASH_SEQLENS_K
 #define CUFLASH_SEQLENS_K 0
 #endif
@@ -128,6 +131,7 @@ constexpr bool kHasSoftcap = kSoftcapDegree != 0;
 constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;  // to scaled scores
 constexpr bool kHasRowTerms = kAddsTerms || kHasMask;      // logits need more than their scores
 constexpr bool kVarlen = CUFLASH_VARLEN;
+constexpr bool kHasOffsets = CUFLASH_QUERY_OFFSET;
 constexpr bool kHasLengths = CUFLASH_SEQLENS_K;
 constexpr bool kPaged = CUFLASH_PAGED;
 // Partial results to merge lie one behind the other in one array; otherwise each is an array of its own.

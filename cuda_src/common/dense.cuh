@@ -69,8 +69,7 @@ struct LaneArray {
     }
 };
 
-// Apart from the way of most calls: a block that begins waits for all instructions that lie there.
-static __device__ CUFLASH_ONE_COPY long long offset_of_batch(const AttentionParams& params, unsigned int batch) {
+__device__ __forceinline__ long long offset_of_batch(const AttentionParams& params, unsigned int batch) {
     const Divided index(batch, params.batch_shape);
     const char* const address = params.query_offset + index.rest * params.query_offset_strides.batch;
     const char* const outer = outer_address(params, address, kArrayQueryOffset, index.quotient);
@@ -80,7 +79,7 @@ static __device__ CUFLASH_ONE_COPY long long offset_of_batch(const AttentionPara
 
 __device__ __forceinline__ TileExtent dense_extent(const AttentionParams& params, const TilePlace& place) {
     long long query_offset = params.query_offset_value;
-    if (params.query_offset) query_offset = offset_of_batch(params, place.batch);
+    if constexpr (kHasOffsets) query_offset = offset_of_batch(params, place.batch);
     long long seqlen_k = params.seqlen_k;
     if constexpr (kHasLengths) {
         seqlen_k = min(cached_keys(params, place.batch) + params.seqlen_new, seqlen_k);

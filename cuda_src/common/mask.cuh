@@ -48,10 +48,6 @@ struct TileKeys {
 };
 
 __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, const TileExtent& tile) {
-    if (params.window_left >= kOpenWindow && params.window_right >= kOpenWindow) {
-        const KeyRange every = {tile.key_begin, tile.key_end};
-        return {every, every};
-    }
     const KeyRange first = visible_keys(params, tile, tile.first_query);
     const KeyRange last = visible_keys(params, tile, find_row(params, tile, tile.num_rows - 1).query);
     return {{first.begin, last.end}, {last.begin, first.end}};

@@ -66,7 +66,7 @@ struct AttentionParams {
     long long seqlen_k;  // of a cache with lengths of its own: what it has room for
     long long query_offset_value;
     Divisor num_m_blocks;    // tiles along the rows of one head (packed sequences: upper bound over all of them)
-    Divisor planes_at_once;  // heads whose tiles take turns, those with the most keys first; 0: one after another
+    Divisor planes_at_once;  // heads whose tiles take turns, those with the most keys first
     Divisor tiles_at_once;   // of them
     long long num_stops;     // of blocks that walk on (packed sequences: upper bound), see wgmma/place.cuh
     long long in_pairs;      // whether these are pairs of tiles

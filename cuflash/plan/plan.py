@@ -70,7 +70,7 @@ class Plan(NamedTuple):
     group_size: int
     packed_heads: int
     planes_at_once: int
-    """Heads of all batches whose tiles take turns, those that see the most keys first; 0: one head after another."""
+    """Heads of all batches whose tiles take turns, those that see the most keys first."""
     batch_axes: Axes
     """Axis and length of the leading axes that the kernel walks; more than four are merged where strides allow."""
     outer_axes: Axes
@@ -158,7 +158,7 @@ def make_plan(
         num_m_blocks,
         lengths.group_size,
         packed_heads,
-        0 if num_stops else _planes_at_once(problem, lengths, build.spec, tile, packed_heads),
+        1 if num_stops else _planes_at_once(problem, lengths, build.spec, tile, packed_heads, num_planes),
         batch_axes,
         outer_axes,
         num_splits,
@@ -241,19 +241,24 @@ def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
     return -(-num_rows // tile.block_m)
 
 
-def _planes_at_once(problem: Problem, lengths: Lengths, spec: KernelSpec, tile: Tile, packed_heads: int) -> int:
+def _planes_at_once(
+    problem: Problem, lengths: Lengths, spec: KernelSpec, tile: Tile, packed_heads: int, num_planes: int
+) -> int:
     """Where later rows see more keys: all heads, or as many as have keys and values that stay in cache together.
 
-    The latter for tiles that read keys faster than memory gives them. Of packed sequences that is all there is.
+    The latter for tiles that read keys faster than memory gives them, in turns that are nearly equal. Of packed
+    sequences that is all there is.
     """
     traits = problem.traits
     is_packed = traits.op == "attention_varlen"
     if not is_packed and (problem.window_right is None or problem.seqlen_q * packed_heads <= tile.block_m):
-        return 0
+        return 1
     if tile.block_m > spec.starved_rows:
-        return max(lengths.num_planes, 1)
+        return max(num_planes, 1)
     num_bytes = lengths.all_keys * (traits.head_dim + traits.head_dim_v) * ITEMSIZE[traits.dtype]
-    return max(1, CACHED_BYTES // max(num_bytes, 1)) * (lengths.group_size // packed_heads)
+    sharing = lengths.group_size // packed_heads  # planes that read the same keys
+    num_turns = -(-num_planes // (sharing * max(1, CACHED_BYTES // max(num_bytes, 1))))
+    return max(1, -(-num_planes // (sharing * max(num_turns, 1)))) * sharing
 
 
 def refusals(traits: Traits, device: Device) -> list[tuple[str, str | None]]:

@@ -334,6 +334,20 @@ def test_shuffles_and_votes(back_end: str, tmp_path: Path) -> None:
         assert (column == value).all()
 
 
+@backends
+def test_largest_of_a_warp(back_end: str, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((8, 32)).astype(np.float32) * np.float32([[1], [1e38], [1e-42], [1], [1], [1], [1], [0]])
+    rows[3] -= 9
+    rows[4], rows[4, 7] = -np.inf, -3e38
+    rows[5], rows[5, 30] = -np.inf, -1e-45
+    rows[6, 11] = np.inf
+    body = "for (int row = 0; row < 8; ++row) out[32 * row + lane] = largest_of_warp(in[32 * row + lane]);"
+    arrays = rows.ravel(), rows.ravel(), np.empty(256, np.float32)
+    out = _run(back_end, body, arrays, tmp_path, "maximum", ("float", "float")).reshape(8, 32)
+    assert (out == rows.max(axis=1, keepdims=True)).all()
+
+
 def _divide(back_end: str, tmp_path: Path, numbers: np.ndarray, values: np.ndarray, result: str) -> np.ndarray:
     """What an expression in `number` and `by` gives for each of 4096 numbers and what divides it."""
     reciprocals = np.array([divisor(int(x))[1] for x in values], np.uint64).view(np.int64)

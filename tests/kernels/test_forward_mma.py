@@ -45,7 +45,7 @@ def pinned(emulator: Emulator, tile: str) -> Emulator:
 def turns(emulator: Emulator) -> None:
     """Heads take turns, in the last of which there are fewer."""
     emulator = pinned(emulator, "64x64x2")
-    for heads, heads_kv, planes in ((5, 5, 4), (6, 2, 12)):
+    for heads, heads_kv, planes in ((5, 5, 4), (10, 5, 8)):
         q, k = draw(3, heads, 100, 16), draw(3, heads_kv, 100, 16, seed=1)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuflash.plan.plan, "CACHED_BYTES", 4 * 100 * 2 * 16 * 2 + 1)

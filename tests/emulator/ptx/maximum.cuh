@@ -27,4 +27,10 @@ inline unsigned int smaller_magnitudes(unsigned int a, unsigned int b) {
     return smaller;
 }
 
+inline float largest_of_warp(float value) {
+    for (int distance = 16; distance > 0; distance /= 2)
+        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
+    return value;
+}
+
 }  // namespace cuflash
