@@ -94,12 +94,20 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     for name, reason in _refusals(problem, gpu):
         if name == plan.kernel:
             break
-        another = "options(kernel=...) chose another" if chosen.kernel else "expected to take longer at these lengths"
-        ahead.append((name, reason or another))
+        ahead.append((name, reason or _why_not(problem, chosen)))
     return Explanation(
         problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads,
         plan.program.shared_memory, plan.workspace, registers, spills, tuple(ahead),
     )  # fmt: skip
+
+
+def _why_not(problem: Problem, chosen: Settings) -> str:
+    """Why a kernel that serves a call, and comes first in the table, is not chosen."""
+    if chosen.kernel:
+        return "options(kernel=...) chose another"
+    if problem.cache is not None and problem.cache.split_size is not None:
+        return "its bits of a row depend on other rows, and split_size is given"
+    return "expected to take longer at these lengths"
 
 
 def warmup(function: Callable[..., Any], *args: Any, **options: Any) -> None:

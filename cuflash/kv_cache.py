@@ -126,12 +126,13 @@ def attention_with_kv_cache(
         appended to must belong to one batch alone.
     num_splits : int, optional
         Into how many parts the keys of each batch are split, for as many blocks of a GPU; by default as many as help.
-        No more than there are tiles of keys. Results depend on it by rounding only; NumPy's do not.
+        No more than there are tiles of keys, and no more than 128. Results depend on it by rounding only; NumPy's do
+        not.
     split_size : int, optional
         Split after so many keys, a multiple of 64, in place of `num_splits`. On a GPU a row then has the same bits
         whatever there is beside it: other queries, batches and heads, more room in the cache, and pages. So a prompt in
         parts gives what single steps give. Slower for many queries. (Not for float32, float64 and head_dim above 256
-        with a window that is closed on the left.)
+        with a window that is closed on the left, nor with another kernel that `options` insists on.)
     causal : bool or {"bottom_right", "top_left"}, optional
         As in `attention`: query ``i`` stands at key ``Nk - Nq + i``, with the length ``Nk`` of each batch.
     window : (left, right), optional

@@ -1,5 +1,5 @@
 // Build-time choices: CUFLASH_* macros from the generated entry file become typed constants. Every macro has a default,
-// with which each .cu compiles alone (float16: what all of them take); nothing below this header looks at a macro.
+// with which each .cu compiles alone (float16: what all of them take); nothing below this header looks at one.
 #pragma once
 
 #define CUFLASH_FLOAT16 1

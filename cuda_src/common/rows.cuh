@@ -92,7 +92,7 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& params, 
     return row.valid ? tile.q + row.head * params.q_strides.head + row.query * params.q_strides.row : nullptr;
 }
 __device__ __forceinline__ const char* query_row(const AttentionParams& params, const TileMap& tile, int tile_row) {
-    const bool is_packed = CUFLASH_WARPGROUPS || params.packed_heads != 1;
+    const bool is_packed = kWarpgroups || params.packed_heads != 1;
     // right either way: a division by 1, and a call where there are calls
     if (is_packed) return query_row(params, tile, row_at(params, tile, tile_row));
     return query_row(params, tile, Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows});

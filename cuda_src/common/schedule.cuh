@@ -45,9 +45,9 @@ __device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, c
 }
 
 // Leaves a tile one split of the keys that it sees: one more bound on what its rows see, so that kernels need no other
-// loop, and rows that see nothing of it give 0 and -inf. Borders are multiples of kBlockN from key 0, for kernels that
-// walk whole tiles from there; all splits but the last ones are equally long. With a size of their own they are the
-// same keys for all rows.
+// loop, and rows that see nothing of it give 0 and -inf. Keys that the tile sees are shared out in whole tiles from key
+// 0, so that all splits but the last ones are equally long. Or splits have a size, by the call or by the plan, and are
+// the same keys for all rows.
 __device__ __forceinline__ void take_split(const AttentionParams& params, unsigned int split, TileExtent& tile,
                                            TileKeys& keys) {
     const long long first = keys.any.begin / kBlockN;

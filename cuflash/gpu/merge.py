@@ -202,7 +202,7 @@ def _program(
 
 
 def _lanes_per_row(bucket: int, parts: int, itemsize: int) -> int:
-    """As cuda_src/merge.cu has them."""
+    """As cuda_src/merge/parts.cuh has them."""
     vectors = bucket * itemsize // 16
     return min(max(vectors * parts // PARTS_PER_TURN, min(parts, vectors)), WARP)
 

@@ -118,7 +118,7 @@ def make_plan(
     tile = build.tiles[choice.tile_idx]
     split_size = 0
     if num_splits is None and problem.cache is not None:
-        tile, num_splits, split_size = _splits_of_cache(problem, build, tile, choice.num_splits)
+        tile, num_splits, split_size = _splits_of_cache(problem, build, choice, lengths)
     elif num_splits is None:
         num_splits = choice.num_splits
     if num_splits > 1 and not split_size and num_splits == choice.num_splits:  # without those left with no tile
@@ -173,12 +173,13 @@ KEYS_OF_A_SPLIT = 4096
 """Of a cache whose lengths the host does not know: what a block reads in twenty times what it takes to begin."""
 
 
-def _splits_of_cache(problem: Problem, build: Build, tile: Tile, num_splits: int) -> tuple[Tile, int, int]:
+def _splits_of_cache(problem: Problem, build: Build, choice: Choice, lengths: Lengths) -> tuple[Tile, int, int]:
     """Return a tile, the number of splits of a cache's keys, and their size if that is fixed.
 
-    Where each batch has a length of its own, one of them may have most of the keys: then none is one block's alone.
+    Where each batch has a length of its own, one of them may have most of the keys: then none is one block's alone, as
+    long as the tiles of one batch are fewer than blocks that a GPU holds.
     """
-    cache, seqlen_k = problem.cache, problem.seqlen_k
+    cache, seqlen_k, tile, num_splits = problem.cache, problem.seqlen_k, build.tiles[choice.tile_idx], choice.num_splits
     assert cache is not None, "else it has no splits of its own"
     if cache.num_splits is not None:
         return *build.splitting(tile, cache.num_splits, seqlen_k), 0
@@ -186,7 +187,10 @@ def _splits_of_cache(problem: Problem, build: Build, tile: Tile, num_splits: int
         return tile, max(1, -(-seqlen_k // cache.split_size)), cache.split_size
     if not problem.traits.seqlens_k:
         return tile, num_splits, 0
-    tile, num_splits = build.splitting(tile, max(num_splits, -(-seqlen_k // KEYS_OF_A_SPLIT)), seqlen_k)
+    packed_heads = heads_per_tile(lengths, tile.block_m)
+    num_tiles = problem.num_heads_q // packed_heads * _num_m_blocks(problem, packed_heads, tile)
+    enough = build.resident_blocks(choice.tile_idx) // max(num_tiles, 1)
+    tile, num_splits = build.splitting(tile, max(num_splits, min(enough, -(-seqlen_k // KEYS_OF_A_SPLIT))), seqlen_k)
     split_size = round_up(-(-seqlen_k // num_splits), tile.block_n)
     return tile, max(1, -(-seqlen_k // split_size)) if split_size else 1, split_size
 

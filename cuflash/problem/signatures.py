@@ -199,11 +199,17 @@ _OUR_NAMES_BESIDE = {
         "block_table": "page_table",
         "block_tables": "page_table",
         "cache_batch_idx": "page_table, with a page for each batch of the cache",
+        "cache_lens": "seqlens_k",
         "cache_seqlens": "seqlens_k",
+        "context_lens": "seqlens_k",
         "k": "k_new, which is appended to k_cache",
         "key_value_seq_lengths": "seqlens_k",
+        "kv_lens": "seqlens_k",
+        "local_window_size": "window=(left, right); an int w is (w, w)",
         "page_indices": "page_table",
+        "seq_lens": "seqlens_k",
         "seqused_k": "seqlens_k",
+        "slot_mapping": "seqlens_k and page_table, which say where k_new and v_new are appended",
         "v": "v_new, which is appended to v_cache",
     },
     "log_g": {"g": "log_g, the natural logarithm of each token's gate"},
@@ -212,9 +218,11 @@ _OUR_NAMES_BESIDE = {
 }
 """The same for functions that have a certain parameter, where a name means another thing elsewhere."""
 _ROTATED = "cuflash rotates nothing: rotate q and k before the call"
+_PAGES = "a page has as many keys as axis -2 of k_cache, (pages, heads, page_size, feature)"
 _HEADS_FIRST = "axes are (..., heads, sequence, feature); x.swapaxes(-3, -2) makes them so without a copy"
 _NO_DROPOUT = "cuflash has no dropout, leave it out"
 _NOT_NEEDED = {
+    "block_size": _PAGES,
     "cache_leftpad": "cuflash counts keys from the first row of a cache; mask hides those in front",
     "deterministic": "results are always repeatable to the bit, leave it out",
     "dropout": _NO_DROPOUT,
@@ -228,6 +236,7 @@ _NOT_NEEDED = {
     "num_splits": "cuflash splits the keys where that helps, leave it out",
     "op": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
     "p": _NO_DROPOUT,
+    "page_size": _PAGES,
     "rotary_cos": _ROTATED,
     "rotary_interleaved": _ROTATED,
     "rotary_sin": _ROTATED,

@@ -15,7 +15,7 @@ import pytest
 import cuflash
 import cuflash.plan.build
 import cuflash.plan.plan
-from cuflash import attention, attention_varlen, explain, options, warmup
+from cuflash import attention, attention_varlen, attention_with_kv_cache, explain, options, warmup
 from cuflash.gpu import installed
 from cuflash.gpu.compile import compile_offline, source_digest
 from cuflash.plan.plan import make_plan
@@ -156,6 +156,14 @@ def test_reasons_of_faster_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (explanation.kernel, explanation.refusals) == ("narrow", (("narrower", "head_dim 64 is above 32"),))
     with options(kernel=last.name):
         assert explain(attention, x, x, x, device=90).refusals[1] == ("narrow", "options(kernel=...) chose another")
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_reasons_beside_a_split_size() -> None:
+    q, cache = StandIn((2, 8, 1, 64), np.float16), StandIn((2, 2, 5000, 64), np.float16)
+    found = explain(attention_with_kv_cache, q, cache, cache, seqlens_k=5000, split_size=1024, device=90)
+    assert found.kernel == "forward_decode"
+    assert dict(found.refusals)["forward_mma"] == "its bits of a row depend on other rows, and split_size is given"
 
 
 @pytest.mark.usefixtures("no_compiler")

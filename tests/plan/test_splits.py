@@ -393,6 +393,12 @@ def test_caches_of_unknown_lengths_are_split_by_size() -> None:
     unknown = make_plan(describe_kv_cache(*caches, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC)
     assert unknown.num_splits * unknown.split_size == 32768 and unknown.split_size <= 4096
     assert f"({unknown.num_splits} splits of {unknown.split_size} keys, " in str(unknown)
+    prompts = gpu((2, 8, 4096, 64)), gpu((2, 8, 32768, 64)), gpu((2, 8, 32768, 64))
+    many = make_plan(describe_kv_cache(*prompts, seqlens_k=gpu((2,), "int32"))[0], H200, AUTOMATIC)
+    assert (many.num_splits, many.workspace) == (1, 0), "a sequence has tiles enough for all blocks"
+    part = gpu((2, 8, 700, 64)), *prompts[1:]
+    few = make_plan(describe_kv_cache(*part, seqlens_k=gpu((2,), "int32"))[0], H200, AUTOMATIC)
+    assert 1 < few.num_splits < 32768 // 4096 and few.num_blocks // 2 >= H200.num_multiprocessors
     short = gpu((64, 8, 1, 64)), gpu((64, 8, 900, 64)), gpu((64, 8, 900, 64))
     assert make_plan(describe_kv_cache(*short, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC).num_splits == 1
 
