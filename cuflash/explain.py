@@ -101,11 +101,12 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     )  # fmt: skip
 
 
-def _why_not(problem: Problem, chosen: Settings) -> str:
+def _why_not(problem: Problem | GatedProblem, chosen: Settings) -> str:
     """Why a kernel that serves a call, and comes first in the table, is not chosen."""
     if chosen.kernel:
         return "options(kernel=...) chose another"
-    if problem.cache is not None and problem.cache.split_size is not None:
+    cache = None if isinstance(problem, GatedProblem) else problem.cache
+    if cache is not None and cache.split_size is not None:
         return "its bits of a row depend on other rows, and split_size is given"
     return "expected to take longer at these lengths"
 
