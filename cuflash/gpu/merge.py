@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -125,80 +126,72 @@ def plan_merge(
     operands = [*outs, *lses, out, *([lse] if lse else [])]
     axes = merge_axes(rows, [x.strides for x in operands])
     outer, inner = axes[: max(0, len(axes) - ROW_AXES)], axes[max(0, len(axes) - ROW_AXES) :]
-    padding = ROW_AXES - len(inner)
+    padding, unused = ROW_AXES - len(inner), [0] * (0 if stacked else MAX_PARTS - len(outs))
 
-    def walked(x: Operand | None) -> tuple[int, ...]:
-        return (0,) * padding + tuple(x.strides[axis] if x else 0 for axis, _ in inner)
+    def walked(*arrays: Operand | None) -> list[int]:
+        steps = []
+        for x in arrays:
+            steps += [0] * padding + [x.strides[axis] if x else 0 for axis, _ in inner]
+        return steps
 
-    def every(parts: Sequence[Operand]) -> list[int]:
-        unused = 0 if stacked else MAX_PARTS - len(parts)
-        return [step for x in parts for step in walked(x)] + [0] * (unused * ROW_AXES)
-
-    columns = [x.strides[-1] for x in outs] + [0] * (0 if stacked else MAX_PARTS - len(outs))
-    shape = (1,) * padding + tuple(length for _, length in inner)
-    program = _program(width, outs, lses, out, lse, num_parts, part_strides)
-    outs_part_stride, lses_part_stride = part_strides or (0, 0)
+    shape = [1] * padding + [length for _, length in inner]
+    num_rows = prod(shape)
     warps_per_row = 1
     while warps_per_row * PARTS_PER_TURN < num_parts and warps_per_row * WARP < MAX_THREADS:
         warps_per_row *= 2
+    steps_apart = part_strides or (0, 0)
     packed = _PACK_VALUES[stacked](
-        outs_strides=every(outs),
-        lses_strides=every(lses),
+        outs_strides=walked(*outs) + unused * ROW_AXES,
+        lses_strides=walked(*lses) + unused * ROW_AXES,
         out_strides=walked(out),
         lse_strides=walked(lse),
-        outs_column_stride=columns,
+        outs_column_stride=[x.strides[-1] for x in outs] + unused,
         out_column_stride=out.strides[-1],
-        outs_part_stride=outs_part_stride,
-        lses_part_stride=lses_part_stride,
+        outs_part_stride=steps_apart[0],
+        lses_part_stride=steps_apart[1],
         lses_column_stride=lses[0].strides[-1] if len(lses[0].strides) > len(rows) else 0,
         lse_column_stride=lse.strides[-1] if lse and len(lse.strides) > len(rows) else 0,
         shape=[x for length in shape for x in divisor(length)],
-        num_rows=prod(shape),
+        num_rows=num_rows,
         num_parts=num_parts,
         warps_per_row=warps_per_row,
         head_dim_v=width,
     )
     pieces = []
-    for index in product(*(range(length) for _, length in outer)) if prod(shape) else ():
-        offsets = [
-            sum(i * x.strides[axis] for i, (axis, _) in zip(index, outer, strict=True)) if x else 0
-            for x in (*outs, *lses, out, lse)
-        ]
-        pieces.append((packed, tuple(offsets)))
-    macros = dict(program.macros)
-    lanes = _lanes_per_row(int(macros["HEAD_DIM_V"]), int(macros["PARTS"]), ITEMSIZE[outs[0].dtype])
+    for index in product(*(range(length) for _, length in outer)) if num_rows else ():
+        steps = [(i, axis) for i, (axis, _) in zip(index, outer, strict=True)]
+        places = [sum([i * x.strides[axis] for i, axis in steps]) if x else 0 for x in (*outs, *lses, out, lse)]
+        pieces.append((packed, tuple(places)))
+    alignment = _alignment(width, outs, lses, out, lse, steps_apart)
+    program, lanes = _build(width, outs[0].dtype, out.dtype, num_parts, stacked, alignment)
     num_threads = MAX_THREADS
-    while num_threads > WARP * warps_per_row and prod(shape) * lanes * warps_per_row <= SPREAD_OVER * num_threads // 2:
+    while num_threads > WARP * warps_per_row and num_rows * lanes * warps_per_row <= SPREAD_OVER * num_threads // 2:
         num_threads //= 2
-    num_blocks = -(-prod(shape) * lanes * warps_per_row // num_threads)
+    num_blocks = -(-num_rows * lanes * warps_per_row // num_threads)
     return Merge(program, num_blocks, num_threads, stacked, tuple(pieces))
 
 
-def _program(
-    width: int,
-    outs: Sequence[Operand],
-    lses: Sequence[Operand],
-    out: Operand,
-    lse: Operand | None,
-    num_parts: int,
-    part_strides: tuple[int, int] | None,
-) -> Program:
+@lru_cache(maxsize=1024)
+def _build(
+    width: int, dtype: str, out_dtype: str, num_parts: int, stacked: bool, alignment: int
+) -> tuple[Program, int]:
+    """What is compiled, and how many lanes a row has in it."""
     bucket = 16
     while bucket < min(width, MAX_WIDTH):
         bucket *= 2
-    dtype, parts = outs[0].dtype, min(PARTS_PER_TURN, 1 << max(num_parts - 1, 0).bit_length())
+    parts = min(PARTS_PER_TURN, 1 << max(num_parts - 1, 0).bit_length())
     macros = (
         ("DTYPE", f"CUFLASH_{dtype.upper()}"),
-        ("OUT_DTYPE", f"CUFLASH_{out.dtype.upper()}"),
+        ("OUT_DTYPE", f"CUFLASH_{out_dtype.upper()}"),
         ("HEAD_DIM_V", bucket),
         ("THREADS", MAX_THREADS),
         ("PARTS", parts),
-        ("STACKED", int(part_strides is not None)),
-        ("ALIGNMENT", _alignment(width, outs, lses, out, lse, part_strides or (0, 0))),
+        ("STACKED", int(stacked)),
+        ("ALIGNMENT", alignment),
     )
-    # What warps hand on to the first one of those that share a row.
     lanes = _lanes_per_row(bucket, parts, ITEMSIZE[dtype])
-    return Program("merge", macros, MAX_THREADS * bucket // lanes * max(ITEMSIZE[dtype], 4))
+    # What warps hand on to the first one of those that share a row.
+    return Program("merge", macros, MAX_THREADS * bucket // lanes * max(ITEMSIZE[dtype], 4)), lanes
 
 
 def _lanes_per_row(bucket: int, parts: int, itemsize: int) -> int:
@@ -217,11 +210,14 @@ def _alignment(
 ) -> int:
     """16 if features can move in 16-byte vectors, 1 if an element lies on no boundary, else its size."""
     itemsize = ITEMSIZE[outs[0].dtype]
-    last = [(x, x.strides[-1] if x.strides else 0) for x in (*outs, out, *lses, *([lse] if lse else []))]
-    sizes = [ITEMSIZE[x.dtype] for x, _ in last]
-    if any(x.alignment % size or step % size for (x, step), size in zip(last, sizes, strict=True)) or (
-        part_strides[0] % itemsize or part_strides[1] % ITEMSIZE[lses[0].dtype]
-    ):
+    arrays = [*outs, out, *lses, lse] if lse else [*outs, out, *lses]
+    for x in arrays:
+        size = ITEMSIZE[x.dtype]
+        if x.alignment % size or (x.strides and x.strides[-1] % size):
+            return 1
+    if part_strides[0] % itemsize or part_strides[1] % ITEMSIZE[lses[0].dtype]:
         return 1
-    vectors = all(x.alignment == 16 and x.strides[-1] == ITEMSIZE[x.dtype] for x in (*outs, out))
-    return 16 if vectors and part_strides[0] % 16 == 0 and width * itemsize % 16 == 0 else itemsize
+    for x in (*outs, out):
+        if x.alignment != 16 or x.strides[-1] != ITEMSIZE[x.dtype]:
+            return itemsize
+    return 16 if part_strides[0] % 16 == 0 and width * itemsize % 16 == 0 else itemsize

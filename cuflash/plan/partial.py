@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE, contiguous_strides
-from ..problem.problem import Operand, Problem, Strides, Traits, alignment_of
+from ..problem.problem import Operand, Problem, Strides, Traits
 
 PARTIAL_COLUMNS = 3
 """Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
@@ -32,14 +32,21 @@ class Partial(NamedTuple):
 @lru_cache(maxsize=1024)
 def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str, num_parts: int) -> Partial:
     """Layout of the partial results of `rows` x `head_dim_v`; of 0 features `out` takes no memory."""
-    itemsize, num_rows = ITEMSIZE[dtype], prod(rows)
-    shape, sums_shape = (*rows, head_dim_v), (*rows, num_parts, PARTIAL_COLUMNS)
-    strides, steps = contiguous_strides(shape, itemsize), contiguous_strides(sums_shape, itemsize)
-    lse_strides = *steps[:-2], steps[-1]
-    out = Operand(dtype, strides, alignment_of(0, shape, strides))
-    lse = Operand(dtype, lse_strides, alignment_of(0, (*rows, PARTIAL_COLUMNS), lse_strides))
+    itemsize, num_rows, steps = ITEMSIZE[dtype], prod(rows), contiguous_strides(rows, 1)
+    part_of_sums = PARTIAL_COLUMNS * itemsize
+    row_of_sums = part_of_sums * num_parts
+    out, lse = (
+        Operand(dtype, (*[step * row for step in steps], itemsize), _alignment(row if num_rows != 1 else 0))
+        for row in (max(head_dim_v, 1) * itemsize, row_of_sums)
+    )
     out_step = num_rows * head_dim_v * itemsize
-    return Partial(out, lse, (out_step, steps[-2]), (out_step * num_parts, num_rows * num_parts * steps[-2]))
+    return Partial(out, lse, (out_step, part_of_sums), (out_step * num_parts, num_rows * row_of_sums))
+
+
+def _alignment(step: int) -> int:
+    """As `alignment_of`, of what begins on a boundary and goes on by multiples of a step."""
+    bits = step | 16
+    return bits & -bits
 
 
 def result_axes(problem: Problem) -> tuple[int, ...]:
