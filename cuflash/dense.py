@@ -65,7 +65,7 @@ def attention(
     q: Any = MISSING,
     k: Any = MISSING,
     v: Any = MISSING,
-    *,
+    *more: Any,
     causal: Causal = False,
     window: Window | None = None,
     query_offset: SupportsIndex | Any = None,
@@ -182,8 +182,8 @@ def attention(
     >>> cuflash.attention(q, k, v, causal=True).shape
     (8, 100, 64)
     """
-    if unknown:
-        check_options("attention", unknown)
+    if unknown or more:
+        check_options("attention", unknown, more)
     offset_array, offset = None, query_offset
     if query_offset is not None and not isinstance(query_offset, (int, np.integer)):
         offset_array, offset = query_offset, None
@@ -227,7 +227,7 @@ def attention_lse(
 def attention_lse(
     q: Any = MISSING,
     k: Any = MISSING,
-    *,
+    *more: Any,
     causal: Causal = False,
     window: Window | None = None,
     query_offset: SupportsIndex | Any = None,
@@ -302,8 +302,8 @@ def attention_lse(
     >>> (lse - (x**2).sum(-1) / 2).shape
     (100,)
     """
-    if unknown:
-        check_options("attention_lse", unknown)
+    if unknown or more:
+        check_options("attention_lse", unknown, more)
     offset_array, offset = None, query_offset
     if query_offset is not None and not isinstance(query_offset, (int, np.integer)):
         offset_array, offset = query_offset, None

@@ -41,7 +41,7 @@ def chunk_gated_output(
     h: Any = MISSING,
     log_g_cumsum: Any = MISSING,
     cu_seqlens: Any = MISSING,
-    *,
+    *more: Any,
     scale: Real | None = None,
     chunk_size: SupportsIndex = 64,
     out: Any = None,
@@ -130,8 +130,8 @@ def chunk_gated_output(
     >>> np.allclose(o[70], (q[70, :, None] @ state)[:, 0] / 32**0.5, atol=1e-5)
     True
     """
-    if unknown:
-        check_options("chunk_gated_output", unknown)
+    if unknown or more:
+        check_options("chunk_gated_output", unknown, more)
     problem, infos = describe_chunk_gated_output(
         q, k, v_new, h, log_g_cumsum, cu_seqlens, scale=scale, chunk_size=chunk_size, out=out
     )
@@ -167,7 +167,7 @@ def chunk_gated_delta_rule(
     v: Any = MISSING,
     log_g: Any = MISSING,
     beta: Any = MISSING,
-    *,
+    *more: Any,
     scale: Real | None = None,
     initial_state: Any = None,
     output_final_state: bool = False,
@@ -268,8 +268,8 @@ def chunk_gated_delta_rule(
     >>> np.allclose(whole, np.concatenate([first, second], axis=1), atol=1e-5)
     True
     """
-    if unknown:
-        check_options("chunk_gated_delta_rule", unknown)
+    if unknown or more:
+        check_options("chunk_gated_delta_rule", unknown, more)
     problem, infos = describe_chunk_gated_delta_rule(
         q, k, v, log_g, beta, scale=scale, initial_state=initial_state, output_final_state=output_final_state,
         cu_seqlens=cu_seqlens, chunk_size=chunk_size, out=out,
@@ -297,7 +297,7 @@ def recurrent_gated_delta_rule(
     log_g: Any = MISSING,
     beta: Any = MISSING,
     state: Any = MISSING,
-    *,
+    *more: Any,
     scale: Real | None = None,
     out: Any = None,
     **unknown: Any,
@@ -369,8 +369,8 @@ def recurrent_gated_delta_rule(
     [3. 4.]
     [5. 6.]
     """
-    if unknown:
-        check_options("recurrent_gated_delta_rule", unknown)
+    if unknown or more:
+        check_options("recurrent_gated_delta_rule", unknown, more)
     problem, infos = describe_recurrent_gated_delta_rule(q, k, v, log_g, beta, state, scale=scale, out=out)
     return _execute(problem, infos, out, final=False)
 

@@ -71,7 +71,7 @@ def attention_with_kv_cache(
     q: Any = MISSING,
     k_cache: Any = MISSING,
     v_cache: Any = MISSING,
-    *,
+    *more: Any,
     seqlens_k: SupportsIndex | Any = MISSING,
     k_new: Any = None,
     v_new: Any = None,
@@ -192,8 +192,8 @@ def attention_with_kv_cache(
     >>> cuflash.attention_with_kv_cache(q, k_cache, v_cache, seqlens_k=lengths, k_new=k, v_new=v, causal=True).shape
     (3, 4, 7, 64)
     """
-    if unknown:
-        check_options("attention_with_kv_cache", unknown)
+    if unknown or more:
+        check_options("attention_with_kv_cache", unknown, more)
     key: Any = None
     launch: Any = None
     pointers: Any = None

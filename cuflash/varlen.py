@@ -79,7 +79,7 @@ def attention_varlen(
     v: Any = MISSING,
     cu_seqlens_q: Any = MISSING,
     cu_seqlens_k: Any = None,
-    *,
+    *more: Any,
     causal: Causal = False,
     window: Window | None = None,
     scale: Real | None = None,
@@ -160,8 +160,8 @@ def attention_varlen(
     >>> cuflash.attention_varlen(q, k, v, np.array([0, 5, 12]), causal=True).shape
     (12, 4, 16)
     """
-    if unknown:
-        check_options("attention_varlen", unknown)
+    if unknown or more:
+        check_options("attention_varlen", unknown, more)
     options = (
         "attention_varlen", causal, type(causal), scale, type(scale), softcap, type(softcap), precision,
         return_lse, type(return_lse), out_dtype, None if window is None else hashable_window(window),

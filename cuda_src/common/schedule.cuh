@@ -55,6 +55,7 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, unsign
     const unsigned int enough = static_cast<unsigned int>(num_tiles + params.num_splits - 1);
     const long long share = static_cast<long long>(Divided(enough, params.num_splits).quotient) * kBlockN;
     const bool are_equal = params.split_size == 0;
+    // right either way: other borders, and other bits
     const long long num_keys = are_equal ? share : params.split_size, first_key = are_equal ? first * kBlockN : 0;
     tile.key_begin = first_key + split * num_keys;
     tile.key_end = min(keys.any.end, tile.key_begin + num_keys);

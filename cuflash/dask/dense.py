@@ -127,7 +127,7 @@ def attention(
     """
     named = {"q": q, "k": k, "v": v, "bias": bias, "mask": mask, "alibi_slopes": alibi_slopes, "sinks": sinks}
     named = {name: x for name, x in named.items() if x is not None or name in "qkv"}
-    check_options("attention", unknown, attention)
+    check_options("attention", unknown, namesake=attention)
     for name in unknown:
         raise TypeError(f"attention() of Dask arrays takes no {name}: its results are new Dask arrays")
     if not any(isinstance(x, da.Array) or hasattr(x, "chunks") for x in named.values()):

@@ -243,7 +243,7 @@ def _link(comm: Any, timeout: Any) -> tuple[Link, Exception | None]:
 
 
 def _check_unknown(names: dict[str, Any]) -> None:
-    check_options("attention", names, attention)
+    check_options("attention", names, namesake=attention)
     for name in names:
         raise TypeError(f"attention() of several processes takes no {name}; cuflash.attention does")
 

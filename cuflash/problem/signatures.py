@@ -13,7 +13,7 @@ than an error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import numpy as np
@@ -246,27 +246,40 @@ _NOT_NEEDED = {
 }
 _parameters: dict[str, frozenset[str]] = {}
 """Names of the parameters of each public function that explains unknown ones."""
+_positional: dict[str, list[str]] = {}
+"""Those of them that need not be named."""
 
 
 def explains_unknown_options(function: Function) -> Function:
-    """Leave the last parameter, `**unknown`, out of the signature that `help` and `inspect.signature` show."""
+    """Leave `*more` and `**unknown` out of the signature that `help` and `inspect.signature` show."""
     signature = inspect.signature(function)
     shown = _without_unknown(signature)
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     _parameters[function.__name__] = frozenset(x.name for x in shown)
+    _positional[function.__name__] = [x.name for x in shown if x.kind is not inspect.Parameter.KEYWORD_ONLY]
     return function
 
 
 def _without_unknown(signature: inspect.Signature) -> list[inspect.Parameter]:
-    return [x for x in signature.parameters.values() if x.kind is not inspect.Parameter.VAR_KEYWORD]
+    hidden = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
+    return [x for x in signature.parameters.values() if x.kind not in hidden]
 
 
-def check_options(function: str, given: Iterable[str], namesake: Callable[..., Any] | None = None) -> None:
-    """Raise a TypeError that helps with the first of the options that a public function does not have.
+def check_options(
+    function: str, given: Iterable[str], more: Sized = (), namesake: Callable[..., Any] | None = None
+) -> None:
+    """Raise a TypeError that helps with what a public function does not have: positional arguments, or an option.
 
     Only of those that explain unknown ones; Python itself refuses them for others. `namesake`: the function that was
     called, if it is another one of that name, with options of its own.
     """
+    if more:
+        names = _positional[function]
+        others = ", ".join(sorted(_parameters[function].difference(names)))
+        raise TypeError(
+            f"{function}() takes {len(names)} positional arguments ({', '.join(names)}) but {len(names) + len(more)} "
+            f"were given; name the others, of {others}"
+        )
     known = _parameters.get(function)
     for name in given:
         if known is not None and name not in known:

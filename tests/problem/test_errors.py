@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import attention, attention_lse, attention_varlen, options
 
 pytestmark = pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
@@ -720,6 +722,28 @@ OTHER_NAMES = {
     "window_size": "cuflash calls it window=(left, right), in which None leaves a side open, not -1",
     "zzz": "expected one of alibi_slopes, ",
 }
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [
+        (attention, "q, k, v"),
+        (attention_lse, "q, k"),
+        (attention_varlen, "q, k, v, cu_seqlens_q, cu_seqlens_k"),
+        (cuflash.attention_with_kv_cache, "q, k_cache, v_cache"),
+        (cuflash.chunk_gated_delta_rule, "q, k, v, log_g, beta"),
+        (cuflash.recurrent_gated_delta_rule, "q, k, v, log_g, beta, state"),
+        (cuflash.chunk_gated_output, "q, k, v_new, h, log_g_cumsum, cu_seqlens"),
+    ],
+)
+def test_options_by_position(function: Any, names: str) -> None:
+    """As PyTorch takes a mask, and others new keys; neither arrays nor other options are looked at then."""
+    count = len(names.split(", "))
+    words = f"{function.__name__}() takes {count} positional arguments ({names}) but {count + 2} were given; name the"
+    with pytest.raises(TypeError, match=re.escape(words)) as caught:
+        function(*[None] * count, None, True, nonsense=3)
+    others = str(caught.value).rpartition("of ")[2].split(", ")
+    assert {*names.split(", "), *others} == set(inspect.signature(function).parameters)
 
 
 def unknown_options(function: str, hints: dict[str, str]) -> list[Bad]:
