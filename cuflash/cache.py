@@ -63,7 +63,7 @@ class KVCache:
     values : list of arrays, shape (num_slots, num_heads_kv, capacity, head_dim_v)
         Likewise, (num_pages, num_heads_kv, page_size, head_dim_v) with pages.
     lengths : int32 array, shape (num_slots,)
-        Keys that each slot has. To be read only: the host has a copy. Always the same memory.
+        Keys that each slot has. To be read only, which NumPy insists on: the host has a copy. Always the same memory.
     page_table : int32 array, shape (num_slots, ceil(capacity / page_size)), or None
         Pages of each slot in the order of its keys, behind them -1. Likewise; None without pages.
     num_free_pages : int or None
@@ -151,14 +151,16 @@ class KVCache:
         rows = (self._num_slots, self._num_heads, self._capacity) if size is None else (number, self._num_heads, size)
         self.keys = [self._xp.empty((*rows, self._head_dim), self._dtype) for _ in range(count)]
         self.values = [self._xp.empty((*rows, self._head_dim_v), self._dtype) for _ in range(count)]
-        self.lengths = self._xp.zeros((self._num_slots,), np.int32)
+        self._written_lengths = self._xp.zeros((self._num_slots,), np.int32)
+        self.lengths = _to_be_read(self._written_lengths)
         self._lengths = [0] * self._num_slots
         self._pages: Pages | None = None
         self.page_table = None
         if size is not None:
             self._pages = Pages(self._num_slots, most, number, size)
-            self.page_table = self._xp.empty(self._pages.table.shape, np.int32)
-            self.page_table[...] = -1
+            self._written_table = self._xp.empty(self._pages.table.shape, np.int32)
+            self._written_table[...] = -1
+            self.page_table = _to_be_read(self._written_table)
         # What is known until lengths or pages change: all layers ask the same.
         self._reserved: set[tuple[Numbers, int]] = set()
         self._views: dict[Numbers, tuple[Any, Any]] = {}
@@ -286,7 +288,7 @@ class KVCache:
             self._lengths[slot] += count
         if isinstance(numbers, range):
             with self._on_device():
-                part = self.lengths[_slice(numbers)]
+                part = self._written_lengths[_slice(numbers)]
                 part += count
             self._forget()
         else:
@@ -455,7 +457,7 @@ class KVCache:
         """Bring lengths and pages to the device, where they stay in their memory."""
         self._forget()
         with self._on_device():
-            self.lengths[...] = self._xp.asarray(np.array(self._lengths, np.int32))
+            self._written_lengths[...] = self._xp.asarray(np.array(self._lengths, np.int32))
         self._upload()
 
     def _upload(self) -> None:
@@ -464,7 +466,7 @@ class KVCache:
         if part is not None:
             assert self._pages is not None, "else nothing has changed"
             with self._on_device():
-                self.page_table[part] = self._xp.asarray(self._pages.table[part])
+                self._written_table[part] = self._xp.asarray(self._pages.table[part])
             self._pages.forget_changes()
 
     def _copy(self, target: int, source: int, num_keys: int) -> None:
@@ -508,6 +510,14 @@ def _slot_numbers(name: str, slots: Slots, num_slots: int) -> Numbers:
         return numbers
     number = _integer(name, slots, 0, num_slots - 1)
     return range(number, number + 1)
+
+
+def _to_be_read(array: Any) -> Any:
+    """The same memory; NumPy writes nothing there."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def _slice(numbers: Numbers) -> slice:

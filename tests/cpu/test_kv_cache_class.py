@@ -115,6 +115,10 @@ def test_against_a_model(page_size: int | None) -> None:
         assert_accounts(cache, model, page_size)
     assert page_size is None or refused > 0
     assert cache.lengths is arrays[0] and cache.page_table is arrays[1]
+    for array in arrays:
+        if array is not None:
+            with pytest.raises(ValueError, match="read-only"):
+                array += 1
     cache.free()
     assert not cache.lengths.any() and cache.num_free_pages in (None, len(cache.keys[0]))
 
@@ -221,7 +225,7 @@ def test_the_table_is_written_only_when_it_changes() -> None:
             written.append(at)
             super().__setitem__(at, x)
 
-    cache.page_table = cache.page_table.view(Table)
+    cache._written_table = cache._written_table.view(Table)
     for token in range(8):
         for layer in range(LAYERS):
             cache.attention(q, k, v, layer=layer)
