@@ -108,6 +108,10 @@ struct AttentionParams {
     Divisor seqlen_new;       // keys that are appended to a cache
     long long num_pages;      // of a cache
     Divisor page_size;
+    // Where each batch has a length of its own: so many splits share a tile's keys, or as many more as there are, so
+    // that none has more keys than that.
+    Divisor even_splits;
+    long long largest_split;
     OuterStrides outer_strides[kStridedArrays];
 };
 

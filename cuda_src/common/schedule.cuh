@@ -46,14 +46,22 @@ __device__ __forceinline__ PlaneTile plane_tile(const AttentionParams& params, c
 
 // Leaves a tile one split of the keys that it sees: one more bound on what its rows see, so that kernels need no other
 // loop, and rows that see nothing of it give 0 and -inf. Keys that the tile sees are shared out in whole tiles from key
-// 0, so that all splits but the last ones are equally long. Or splits have a size, by the call or by the plan, and are
-// the same keys for all rows.
+// 0, so that all splits but the last ones are equally long; where batches have lengths of their own, short ones by
+// fewer splits. Or splits have a size, and are the same keys for all rows.
 __device__ __forceinline__ void take_split(const AttentionParams& params, unsigned int split, TileExtent& tile,
                                            TileKeys& keys) {
     const long long first = keys.any.begin / kBlockN;
     const long long num_tiles = (keys.any.end + kBlockN - 1) / kBlockN - first;
-    const unsigned int enough = static_cast<unsigned int>(num_tiles + params.num_splits - 1);
-    const long long share = static_cast<long long>(Divided(enough, params.num_splits).quotient) * kBlockN;
+    const auto shared_by = [&](const Divisor& num_splits) {
+        const unsigned int enough = static_cast<unsigned int>(num_tiles + num_splits - 1);
+        return static_cast<long long>(Divided(enough, num_splits).quotient) * kBlockN;
+    };
+    long long share = shared_by(params.num_splits);
+    if constexpr (kHasLengths) {
+        // right either way: other borders
+        const long long largest = min(shared_by(params.even_splits), params.largest_split);
+        share = max(share, largest);
+    }
     const bool are_equal = params.split_size == 0;
     // right either way: other borders, and other bits
     const long long num_keys = are_equal ? share : params.split_size, first_key = are_equal ? first * kBlockN : 0;

@@ -55,6 +55,8 @@ CACHED: Fields = (
     ("seqlen_new", DIVISOR),
     ("num_pages", "q"),
     ("page_size", DIVISOR),
+    ("even_splits", DIVISOR),
+    ("largest_split", "q"),
 )
 OTHERS: Fields = (
     ("batch_shape", DIVISOR),
@@ -146,7 +148,9 @@ def start(function: Any, grid: tuple[int], block: tuple[int], shared_memory: int
 
 _NO_SPLITS = _pack_splits(num_splits=divisor(1), split_size=0, out_split_stride=0, lse_split_stride=0)
 _NO_SEQUENCES = _pack_sequences(cu_seqlens_q_stride=0, cu_seqlens_k_stride=0, num_sequences=0)
-_NOT_CACHED = _pack_cached(seqlen_new=divisor(0), num_pages=0, page_size=divisor(0))
+_NOT_CACHED = _pack_cached(
+    seqlen_new=divisor(0), num_pages=0, page_size=divisor(0), even_splits=divisor(1), largest_split=0
+)
 
 
 class Packer:
@@ -216,7 +220,7 @@ class Packer:
         steps, outer_steps = (_varlen_strides(strides), _NOT_OUTER) if varlen else self._dense_strides(strides)
         splits = _splits(plan, plan.partial) if plan.partial else _NO_SPLITS
         sequences = _sequences(problem) if varlen else _NO_SEQUENCES
-        cached = _cached(cache) if cache else _NOT_CACHED
+        cached = _cached(cache, plan) if cache else _NOT_CACHED
         return steps + lengths + splits + self._others + sequences + cached + outer_steps
 
     def _dense_strides(self, strides: tuple[Any, ...]) -> tuple[bytes, bytes]:
@@ -252,9 +256,13 @@ def _sequences(problem: Problem) -> bytes:
     )
 
 
-def _cached(cache: Cache) -> bytes:
+def _cached(cache: Cache, plan: Plan) -> bytes:
     return _pack_cached(
-        seqlen_new=divisor(cache.num_new), num_pages=cache.num_pages, page_size=divisor(cache.page_size)
+        seqlen_new=divisor(cache.num_new),
+        num_pages=cache.num_pages,
+        page_size=divisor(cache.page_size),
+        even_splits=divisor(plan.even_splits),
+        largest_split=plan.largest_split,
     )
 
 

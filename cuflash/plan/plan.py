@@ -79,6 +79,10 @@ class Plan(NamedTuple):
     """Blocks that share the keys of one tile; if more than one, their results are partial and get merged."""
     split_size: int
     """Keys of each of them, counted from key 0; 0: those that a tile sees are shared out."""
+    even_splits: int
+    """Where each batch has a length of its own, so many of the splits share a tile's keys."""
+    largest_split: int
+    """Or more of them, so that none has more keys; 0: all of them."""
     partial: Partial | None
     """Where the results of splits lie in the workspace."""
     preparation: Preparation | None
@@ -91,6 +95,8 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         size = f" of {self.split_size} keys" if self.split_size else ""
+        if self.largest_split:
+            size = f" of at most {self.largest_split} keys"
         beside = [f"{self.num_splits} splits{size}"] if self.num_splits > 1 else []
         beside += [f"{self.workspace} bytes of workspace"] if self.workspace else []
         splits = f" ({', '.join(beside)})" if beside else ""
@@ -115,18 +121,8 @@ def make_plan(
         choice = Choice(0.0, 0, 1)
     else:
         build, choice = find_builds(problem.traits, device, settings).choose(lengths, prepares)
-    tile = build.tiles[choice.tile_idx]
-    split_size = 0
-    if num_splits is None and problem.cache is not None:
-        tile, num_splits, split_size = _splits_of_cache(problem, build, choice, lengths)
-    elif num_splits is None:
-        num_splits = choice.num_splits
-    if num_splits > 1 and not split_size and num_splits == choice.num_splits:  # without those left with no tile
-        num_steps = max(walk_of(lengths, tile).num_steps, 1)
-        num_splits = -(-num_steps // -(-num_steps // num_splits))
+    tile, num_splits, split_size, largest_split = _splits(problem, build, choice, lengths, num_splits)
     is_split = num_splits > 1
-    if is_split and tile.walks_on:
-        tile, _ = build.splitting(tile, num_splits, problem.seqlen_k)
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_m_blocks = _num_m_blocks(problem, packed_heads, tile)
     if is_split:
@@ -163,36 +159,54 @@ def make_plan(
         outer_axes,
         num_splits,
         split_size if is_split else 0,
+        choice.num_splits,
+        largest_split if is_split else 0,
         partial,
         preparation,
         _append(problem, build),
     )
 
 
+def _splits(
+    problem: Problem, build: Build, choice: Choice, lengths: Lengths, num_splits: int | None
+) -> tuple[Tile, int, int, int]:
+    """Return a tile, the number of splits, their size if that is fixed, and the most keys of one if that is limited."""
+    tile, split_size, largest_split = build.tiles[choice.tile_idx], 0, 0
+    if num_splits is None and problem.cache is not None:
+        tile, num_splits, split_size, largest_split = _splits_of_cache(problem, build, choice, lengths)
+    elif num_splits is None:
+        num_splits = choice.num_splits
+    if num_splits > 1 and not split_size and num_splits == choice.num_splits:  # without those left with no tile
+        num_steps = max(walk_of(lengths, tile).num_steps, 1)
+        num_splits = -(-num_steps // -(-num_steps // num_splits))
+    if num_splits > 1 and tile.walks_on:
+        tile, _ = build.splitting(tile, num_splits, problem.seqlen_k)
+    return tile, num_splits, split_size, largest_split
+
+
 KEYS_OF_A_SPLIT = 4096
 """Of a cache whose lengths the host does not know: what a block reads in twenty times what it takes to begin."""
 
 
-def _splits_of_cache(problem: Problem, build: Build, choice: Choice, lengths: Lengths) -> tuple[Tile, int, int]:
-    """Return a tile, the number of splits of a cache's keys, and their size if that is fixed.
+def _splits_of_cache(problem: Problem, build: Build, choice: Choice, lengths: Lengths) -> tuple[Tile, int, int, int]:
+    """Do the same for a cache.
 
     Where each batch has a length of its own, one of them may have most of the keys: then none is one block's alone, as
-    long as the tiles of one batch are fewer than blocks that a GPU holds.
+    long as the tiles of one batch are fewer than blocks that a GPU holds. Short ones are shared as equal ones would be.
     """
     cache, seqlen_k, tile, num_splits = problem.cache, problem.seqlen_k, build.tiles[choice.tile_idx], choice.num_splits
     assert cache is not None, "else it has no splits of its own"
     if cache.num_splits is not None:
-        return *build.splitting(tile, cache.num_splits, seqlen_k), 0
+        return *build.splitting(tile, cache.num_splits, seqlen_k), 0, 0
     if cache.split_size is not None:
-        return tile, max(1, -(-seqlen_k // cache.split_size)), cache.split_size
+        return tile, max(1, -(-seqlen_k // cache.split_size)), cache.split_size, 0
     if not problem.traits.seqlens_k:
-        return tile, num_splits, 0
+        return tile, num_splits, 0, 0
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_tiles = problem.num_heads_q // packed_heads * _num_m_blocks(problem, packed_heads, tile)
     enough = build.resident_blocks(choice.tile_idx) // max(num_tiles, 1)
     tile, num_splits = build.splitting(tile, max(num_splits, min(enough, -(-seqlen_k // KEYS_OF_A_SPLIT))), seqlen_k)
-    split_size = round_up(-(-seqlen_k // num_splits), tile.block_n)
-    return tile, max(1, -(-seqlen_k // split_size)) if split_size else 1, split_size
+    return tile, num_splits, 0, round_up(max(KEYS_OF_A_SPLIT, -(-seqlen_k // num_splits)), tile.block_n)
 
 
 def _check_counts(problem: Problem, packed_heads: int) -> None:

@@ -391,8 +391,8 @@ def test_caches_of_unknown_lengths_are_split_by_size() -> None:
     known = make_plan(describe_kv_cache(*caches, seqlens_k=32768)[0], H200, AUTOMATIC)
     assert known.split_size == 0 and known.num_splits < 4
     unknown = make_plan(describe_kv_cache(*caches, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC)
-    assert unknown.num_splits * unknown.split_size == 32768 and unknown.split_size <= 4096
-    assert f"({unknown.num_splits} splits of {unknown.split_size} keys, " in str(unknown)
+    assert (unknown.num_splits, unknown.split_size, unknown.largest_split) == (8, 0, 4096)
+    assert unknown.even_splits == known.num_splits and "(8 splits of at most 4096 keys, " in str(unknown)
     prompts = gpu((2, 8, 4096, 64)), gpu((2, 8, 32768, 64)), gpu((2, 8, 32768, 64))
     many = make_plan(describe_kv_cache(*prompts, seqlens_k=gpu((2,), "int32"))[0], H200, AUTOMATIC)
     assert (many.num_splits, many.workspace) == (1, 0), "a sequence has tiles enough for all blocks"
@@ -401,6 +401,37 @@ def test_caches_of_unknown_lengths_are_split_by_size() -> None:
     assert 1 < few.num_splits < 32768 // 4096 and few.num_blocks // 2 >= H200.num_multiprocessors
     short = gpu((64, 8, 1, 64)), gpu((64, 8, 900, 64)), gpu((64, 8, 900, 64))
     assert make_plan(describe_kv_cache(*short, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC).num_splits == 1
+
+
+@emulated
+@pytest.mark.parametrize("window", [None, (200, None)])
+@pytest.mark.parametrize(
+    ("kernel", "tile", "any_even"),
+    [
+        ("forward_decode", "", False),
+        ("forward_mma", "16x64x2", True),
+        ("forward_wgmma", "64x64x2", False),
+        ("forward_scalar", "", True),
+    ],
+)
+def test_keys_of_unknown_lengths_are_shared_out(
+    kernel: str, tile: str, any_even: bool, window: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By so many splits that equal sequences would have, or more where these would be too long."""
+    monkeypatch.setattr(cuflash.plan.plan, "KEYS_OF_A_SPLIT", 128)
+    lengths = np.array([700, 130, 1, 0], np.int32)
+    rng = np.random.default_rng(4)
+    q, k, v = (rng.standard_normal((4, 2, n, 64)).astype(np.float16) for n in (2, 700, 700))
+    k[1, :, 130:] = v[1, :, 130:] = np.nan
+    options = {"seqlens_k": lengths, "causal": True, "window": window, "return_lse": True}
+    emulator = Emulator(kernel, tile, num_splits=None)
+    plan = make_plan(describe_kv_cache(q, k, v, **options)[0], emulator.device, emulator.settings)
+    assert plan.num_splits >= 6 and plan.largest_split == 128
+    assert window or (plan.even_splits > 1) == any_even
+    out, lse = emulator.attention_with_kv_cache(q, k, v, **options)
+    exact, exact_lse = cuflash.attention_with_kv_cache(*(x.astype(np.float64) for x in (q, k, v)), **options)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3, rtol=2e-3)
+    np.testing.assert_allclose(lse, exact_lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
