@@ -5,7 +5,6 @@ What is decided - lengths, and which pages a slot has - is known on the host; ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, SupportsIndex
@@ -14,17 +13,11 @@ import numpy as np
 
 from .kv_cache import attention_with_kv_cache
 from .problem.arrays import DTYPE_NAMES, FLOAT_NAMES, inspect
-from .problem.checks import MAX_HEAD_DIM, parse_integer
+from .problem.checks import MAX_HEAD_DIM
 from .problem.pages import Pages
 from .problem.signatures import Causal, FloatDtype
+from .problem.slots import Numbers, Slots, integer_of, slice_of, slot_numbers
 
-Slots = SupportsIndex | slice | Sequence[SupportsIndex] | np.ndarray | None
-"""A slot, some of them, or all (None)."""
-Numbers = range | tuple[int, ...]
-"""Checked slots; a range is a view of the arrays on the device."""
-
-_MOST = 2**31 - 1
-"""Lengths and numbers of pages are int32."""
 _HELD_HERE = ("seqlens_k", "page_table")
 
 
@@ -130,20 +123,20 @@ class KVCache:
         dtype: FloatDtype = np.float16,
         xp: ModuleType | None = None,
     ) -> None:
-        self._num_slots = _integer("num_slots", num_slots, 1)
-        self._num_heads = _integer("num_heads_kv", num_heads_kv, 1)
-        self._head_dim = _integer("head_dim", head_dim, 1, MAX_HEAD_DIM)
+        self._num_slots = integer_of("num_slots", num_slots, 1)
+        self._num_heads = integer_of("num_heads_kv", num_heads_kv, 1)
+        self._head_dim = integer_of("head_dim", head_dim, 1, MAX_HEAD_DIM)
         self._head_dim_v = self._head_dim
         if head_dim_v is not None:
-            self._head_dim_v = _integer("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
-        self._capacity = _integer("capacity", capacity, 1)
-        count, size = _integer("num_layers", num_layers, 1), None
+            self._head_dim_v = integer_of("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
+        self._capacity = integer_of("capacity", capacity, 1)
+        count, size = integer_of("num_layers", num_layers, 1), None
         if page_size is not None:
-            size = _integer("page_size", page_size, 1)
+            size = integer_of("page_size", page_size, 1)
             most = -(-self._capacity // size)
             number = self._num_slots * most
             if num_pages is not None:
-                number = _integer("num_pages", num_pages, 1)
+                number = integer_of("num_pages", num_pages, 1)
         elif num_pages is not None:
             raise ValueError(f"num_pages is {num_pages} but page_size is None, expected both or no num_pages")
         self._dtype = _float_dtype(dtype)
@@ -232,13 +225,13 @@ class KVCache:
         TypeError, ValueError
             As in `attention_with_kv_cache`; for more keys than a slot has room for, or there are free pages for.
         """
-        numbers = _slot_numbers("slots", slots, self._num_slots)
+        numbers = slot_numbers("slots", slots, self._num_slots)
         if self._pages is None and type(numbers) is tuple:
             raise ValueError(
                 f"slots is a {type(slots).__name__}, expected None, an int or a slice: rows of a contiguous cache "
                 "could not be written in place; with page_size any slots will do"
             )
-        at = _integer("layer", layer, 0, len(self.keys) - 1)
+        at = integer_of("layer", layer, 0, len(self.keys) - 1)
         for name in _HELD_HERE:
             if name in options:
                 raise TypeError(f"KVCache.attention() got {name}, expected no such option: it is the cache's own")
@@ -247,7 +240,7 @@ class KVCache:
         lengths, table = self._view(numbers)
         k, v = self.keys[at], self.values[at]
         if self._pages is None and numbers != range(self._num_slots):
-            k, v = k[_slice(numbers)], v[_slice(numbers)]
+            k, v = k[slice_of(numbers)], v[slice_of(numbers)]
         try:
             return attention_with_kv_cache(
                 q, k, v, seqlens_k=lengths, k_new=k_new, v_new=v_new, page_table=table, causal=causal, **options
@@ -271,7 +264,7 @@ class KVCache:
         TypeError, ValueError
             For more keys than a slot has room for, or has pages for.
         """
-        count, numbers = _integer("num_new", num_new, 0), _slot_numbers("slots", slots, self._num_slots)
+        count, numbers = integer_of("num_new", num_new, 0), slot_numbers("slots", slots, self._num_slots)
         self._check_room(f"num_new is {count}", count, numbers)
         pages = self._pages
         for slot in numbers if pages is not None else ():
@@ -288,7 +281,7 @@ class KVCache:
             self._lengths[slot] += count
         if isinstance(numbers, range):
             with self._on_device():
-                part = self._written_lengths[_slice(numbers)]
+                part = self._written_lengths[slice_of(numbers)]
                 part += count
             self._forget()
         else:
@@ -308,8 +301,8 @@ class KVCache:
         TypeError, ValueError
             For more keys than a slot has room for, or there are free pages for; no slot has more pages then.
         """
-        count = _integer("num_new", num_new, 0)
-        self._reserve(f"num_new is {count}", count, _slot_numbers("slots", slots, self._num_slots))
+        count = integer_of("num_new", num_new, 0)
+        self._reserve(f"num_new is {count}", count, slot_numbers("slots", slots, self._num_slots))
 
     def fork(self, source: SupportsIndex, targets: Slots) -> None:
         """Make slots copies of another one, whatever they held before.
@@ -328,10 +321,10 @@ class KVCache:
         TypeError, ValueError
             If `source` is among `targets`, or there are too few free pages, those of `targets` included.
         """
-        origin = _integer("source", source, 0, self._num_slots - 1)
+        origin = integer_of("source", source, 0, self._num_slots - 1)
         if targets is None:
             raise TypeError("targets is None, expected an int, a slice or a sequence of int")
-        numbers, length, pages = _slot_numbers("targets", targets, self._num_slots), self._lengths[origin], self._pages
+        numbers, length, pages = slot_numbers("targets", targets, self._num_slots), self._lengths[origin], self._pages
         if origin in numbers:
             raise ValueError(f"targets has slot {origin}, expected other slots than source")
         if pages is None:
@@ -362,7 +355,7 @@ class KVCache:
             Keys that each of the slots keeps; one that has fewer keeps them all.
         slots : None, int, slice or sequence of int, optional
         """
-        kept, numbers = _integer("length", length, 0), _slot_numbers("slots", slots, self._num_slots)
+        kept, numbers = integer_of("length", length, 0), slot_numbers("slots", slots, self._num_slots)
         lengths = [min(self._lengths[slot], kept) for slot in numbers]
         if self._pages is not None:
             for slot, kept in zip(numbers, lengths, strict=True):
@@ -438,7 +431,7 @@ class KVCache:
         if numbers not in self._views:
             table = self.page_table
             if isinstance(numbers, range):
-                part = _slice(numbers)
+                part = slice_of(numbers)
                 self._views[numbers] = self.lengths[part], None if table is None else table[part]
             else:
                 assert self._pages is not None, "it was checked"
@@ -484,48 +477,12 @@ class KVCache:
         return nullcontext() if self._xp is np else self.lengths.device
 
 
-def _integer(name: str, x: Any, low: int, high: int = _MOST) -> int:
-    expected = f"an int of {low} to {high}" if high != _MOST else f"an int, at least {low}"
-    if hasattr(x, "__cuda_array_interface__"):
-        raise TypeError(f"{name} is a GPU array, expected {expected}: reading it would wait for the GPU")
-    number = parse_integer(name, x, expected)
-    if not low <= number <= high:
-        raise ValueError(f"{name} is {number}, expected {low} to {high}")
-    return number
-
-
-def _slot_numbers(name: str, slots: Slots, num_slots: int) -> Numbers:
-    if slots is None:
-        return range(num_slots)
-    if isinstance(slots, slice):
-        try:
-            return range(*slots.indices(num_slots))
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name} is {slots}, expected a slice of slots: {error}") from None
-    if isinstance(slots, (list, tuple, range)) or (isinstance(slots, np.ndarray) and slots.ndim):
-        numbers = tuple(_integer(f"{name}[{i}]", x, 0, num_slots - 1) for i, x in enumerate(slots))
-        if len(set(numbers)) < len(numbers):
-            twice = next(x for i, x in enumerate(numbers) if x in numbers[:i])
-            raise ValueError(f"{name} has slot {twice} twice, expected different ones")
-        return numbers
-    number = _integer(name, slots, 0, num_slots - 1)
-    return range(number, number + 1)
-
-
 def _to_be_read(array: Any) -> Any:
     """The same memory; NumPy writes nothing there."""
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False
     return array
-
-
-def _slice(numbers: Numbers) -> slice:
-    assert isinstance(numbers, range), "others were refused"
-    if not numbers:
-        return slice(0, 0)
-    # A range that goes down to 0 stops at -1, which as part of a slice would be the last slot.
-    return slice(numbers.start, None if numbers.stop < 0 else numbers.stop, numbers.step)
 
 
 def _float_dtype(dtype: Any) -> np.dtype[Any]:

@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE, contiguous_strides
-from ..problem.problem import Operand, Problem, Strides, Traits
+from ..problem.problem import Operand, Problem, Strides, Traits, alignment_of
 
 PARTIAL_COLUMNS = 3
 """Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
@@ -36,17 +36,11 @@ def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str, num_parts
     part_of_sums = PARTIAL_COLUMNS * itemsize
     row_of_sums = part_of_sums * num_parts
     out, lse = (
-        Operand(dtype, (*[step * row for step in steps], itemsize), _alignment(row if num_rows != 1 else 0))
+        Operand(dtype, (*[step * row for step in steps], itemsize), alignment_of(0, (num_rows, 1), (row, itemsize)))
         for row in (max(head_dim_v, 1) * itemsize, row_of_sums)
     )
     out_step = num_rows * head_dim_v * itemsize
     return Partial(out, lse, (out_step, part_of_sums), (out_step * num_parts, num_rows * row_of_sums))
-
-
-def _alignment(step: int) -> int:
-    """As `alignment_of`, of what begins on a boundary and goes on by multiples of a step."""
-    bits = step | 16
-    return bits & -bits
 
 
 def result_axes(problem: Problem) -> tuple[int, ...]:

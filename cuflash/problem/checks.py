@@ -86,11 +86,16 @@ def check_features(q: ArrayInfo, k: ArrayInfo, v: ArrayInfo | None = None) -> No
 
 
 def check_heads(
-    num_heads_q: int, num_heads_k: int, num_heads_v: int | None, device: int, seqlens: tuple[int, int] | None = None
+    num_heads_q: int,
+    num_heads_k: int,
+    num_heads_v: int | None,
+    device: int,
+    seqlens: tuple[int, int] | None = None,
+    keys: str = "k",
 ) -> None:
     """Raise a ValueError for heads that do not fit; the lengths tell whether heads and sequence may be confused.
 
-    `num_heads_v` is None where there are no values.
+    `num_heads_v` is None where there are no values, or they have been compared with the keys, whose name is `keys`.
     """
     if num_heads_q > MAX_HEADS_ON_GPU and device != HOST:
         raise ValueError(f"q has {num_heads_q} heads, expected at most {MAX_HEADS_ON_GPU} on a GPU")
@@ -100,7 +105,7 @@ def check_heads(
         hint = ""
         if seqlens is not None and 0 < seqlens[1] <= seqlens[0] < num_heads_q and seqlens[0] % seqlens[1] == 0:
             hint = "; if axes are (batch, sequence, heads, feature), pass x.swapaxes(-3, -2) of each"
-        of = "k" if num_heads_v is None else "k and v"
+        of = keys if num_heads_v is None else "k and v"
         raise ValueError(f"q has {num_heads_q} heads, expected a multiple of the {num_heads_k} heads of {of}{hint}")
 
 

@@ -125,13 +125,9 @@ def _axes(infos: dict[str, ArrayInfo], paged: bool) -> tuple[tuple[int, ...], tu
         raise ValueError(f"k_cache has batch {k.shape[0]} but q has {batch}")
     if paged and k.shape[2] < 1:
         raise ValueError("k_cache has pages of 0 keys (axis -2), expected at least 1")
-    if k.shape[1] and num_heads % k.shape[1]:
-        hint = "; if its axes are (batch, sequence, heads, feature), pass k_cache.swapaxes(1, 2), a view"
-        raise ValueError(
-            f"q has {num_heads} heads, expected a multiple of the {k.shape[1]} heads of k_cache"
-            f"{hint if k.shape[1] > k.shape[2] else ''}"
-        )
-    check_heads(num_heads, k.shape[1], None, q.device)
+    hint = "; if its axes are (batch, sequence, heads, feature), pass k_cache.swapaxes(1, 2), a view"
+    keys = f"k_cache{hint if k.shape[1] > k.shape[2] else ''}"
+    check_heads(num_heads, k.shape[1], None, q.device, keys=keys)
     if "k_new" in infos:
         num_new = infos["k_new"].shape[2]
         for name, dim in (("k_new", head_dim), ("v_new", head_dim_v)):
