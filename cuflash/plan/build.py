@@ -47,9 +47,9 @@ class Build:
         features = bucket(traits.head_dim) + bucket(traits.head_dim_v)
         # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
         # is given `out` has no `workspace` to be given too.
-        splits = "out_dtype" in self.spec.features and traits.op != "attention_varlen"
+        splits, partial = "out_dtype" in self.spec.features and traits.op != "attention_varlen", partial_traits(traits)
         self._splittable = splittable = [
-            tile for tile in (self.spec.tiles(partial_traits(traits), device) if splits else []) if not tile.walks_on
+            tile for tile in (self.spec.tiles(partial, device) if splits else []) if not tile.walks_on
         ]
         self._paces: list[Pace] = [
             pace_of(
@@ -58,6 +58,7 @@ class Build:
                 features,
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
+                self.spec.min_blocks(partial, tile, device),
                 self.spec.prepared_row(traits),
                 self.spec.readers(tile),
             )
@@ -78,9 +79,10 @@ class Build:
         tiles, pairs = times_of_walking(pace, walk_of(lengths, pace.tile), multiprocessors)
         return choice._replace(in_pairs=pairs <= tiles)
 
-    def resident_blocks(self, tile_idx: int) -> int:
+    def resident_blocks(self, tile_idx: int, is_split: bool) -> int:
         """Blocks of a tile that the device holds."""
-        return len(self._paces[tile_idx].times) * self._device.num_multiprocessors
+        pace = self._paces[tile_idx]
+        return (pace.split_blocks if is_split else len(pace.times)) * self._device.num_multiprocessors
 
     def splitting(self, tile: Tile, num_splits: int, seqlen_k: int) -> tuple[Tile, int]:
         """Return the tile, or one that keys can be split for, and how many splits there are at most of those wanted."""

@@ -16,8 +16,8 @@ from ..problem.problem import Problem
 from .tiles import Tile
 
 MAX_SPLITS = 128
-SPLIT_CALL = 16.0
-"""What a call with two launches and scratch memory takes the host: faster ones are no use, without a graph."""
+SPLIT_CALL = 14.0
+"""What a call takes the host, more with a second launch: without a graph, those that are faster by one are no use."""
 
 
 class Cost(NamedTuple):
@@ -59,6 +59,8 @@ class Cost(NamedTuple):
     """For each key and feature of all heads, read once: no number of blocks gets more from memory."""
     latency_weight: float = 0
     """Of L: for each row and key of a thread, where a block multiplies nothing while it computes weights."""
+    start: float = 0
+    """Once, for each thread of a block: the more there are, the later all of the first ones have begun."""
     next_tile: float = 0
     """For each tile that a block goes on with, in place of `block`."""
     by_tiles: float = 1
@@ -76,6 +78,8 @@ class Pace(NamedTuple):
     times: tuple[float, ...]
     """For a tile of keys, if one block has a multiprocessor for itself, if two share it, ... if it is full."""
     most_splits: int
+    split_blocks: int
+    """Blocks that share a multiprocessor where results are partial: those of float32 take more registers."""
     preparation: tuple[float, float]
     """For a launch before it, and for each key of each key head; zeros if there is none."""
     stream: float
@@ -85,6 +89,8 @@ class Pace(NamedTuple):
     by_tiles: float
     by_pairs: float
     """Factors of `times` where blocks go from tile to tile, and from pair to pair."""
+    start: float
+    """Until the first blocks have begun."""
 
 
 def pace_of(
@@ -92,11 +98,12 @@ def pace_of(
     tile: Tile,
     features: int,
     max_blocks: int,
-    most_splits: int = MAX_SPLITS,
+    most_splits: int,
+    split_blocks: int,
     prepared_row: tuple[int, int] = (0, 0),
     readers: float = 0,
 ) -> Pace:
-    """Work out the times of a tile of which a multiprocessor holds `max_blocks`.
+    """Work out the times of a tile of which a multiprocessor holds `max_blocks`, or `split_blocks` if keys are split.
 
     `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
     """
@@ -113,8 +120,9 @@ def pace_of(
     times = tuple(sqrt(latency**2 + (blocks * work) ** 2) for blocks in range(1, max_blocks + 1))
     preparation = (cost.preparation, cost.preparation_byte * sum(prepared_row)) if prepared else (0.0, 0.0)
     begin = cost.block + cost.block_load * rows * features / threads
-    walking = cost.next_tile, cost.by_tiles, cost.by_pairs
-    return Pace(tile, begin, times, most_splits, preparation, cost.stream * features, *walking)
+    walking = cost.next_tile, cost.by_tiles, cost.by_pairs, cost.start * threads
+    splitting = most_splits, min(split_blocks, max_blocks)
+    return Pace(tile, begin, times, *splitting, preparation, cost.stream * features, *walking)
 
 
 def time_of_preparation(pace: Pace, lengths: Lengths) -> float:
@@ -237,7 +245,7 @@ def splits_to_try(pace: Pace, walk: Walk, of_a_split: float, multiprocessors: in
 
     But no more than where what one more adds is what it saves; it lies between two numbers of tiles for each.
     """
-    num_steps, times, found = walk.num_steps, pace.times, [1]
+    num_steps, times, found = walk.num_steps, pace.times[: pace.split_blocks], [1]
     most = min(pace.most_splits, num_steps)
     for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and walk.num_tiles else ():
         fill = min(blocks * multiprocessors // walk.num_tiles, most)
@@ -303,7 +311,7 @@ def time_of(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     else:
         time = _time_of_blocks(pace, walk, multiprocessors, splits)
     of_blocks, of_memory = max(time - pace.block, 0.0), pace.stream * walk.num_keys
-    return pace.block + float((of_blocks**CORNER + of_memory**CORNER) ** (1 / CORNER))
+    return pace.start + pace.block + float((of_blocks**CORNER + of_memory**CORNER) ** (1 / CORNER))
 
 
 CORNER = 5
@@ -324,7 +332,7 @@ def times_of_walking(pace: Pace, walk: Walk, multiprocessors: int) -> tuple[floa
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:
     """The same, if memory had no limit."""
     num_blocks, num_steps, average = walk.num_tiles * splits, -(-walk.num_steps // splits), walk.average
-    begin, times = pace.block, pace.times
+    begin, times = pace.block, pace.times if splits == 1 else pace.times[: pace.split_blocks]
     if num_blocks <= multiprocessors:
         return begin + num_steps * times[0]
     sharing = min(len(times), -(-num_blocks // multiprocessors))

@@ -134,7 +134,7 @@ def make_plan(
     num_blocks, num_stops, in_pairs = num_m_blocks * num_planes * num_splits, 0, tile.walks_on and choice.in_pairs
     if tile.walks_on:
         num_stops = num_m_blocks * (-(-num_planes // 2) if in_pairs else num_planes)
-        num_blocks = min(num_stops, build.resident_blocks(choice.tile_idx))
+        num_blocks = min(num_stops, build.resident_blocks(choice.tile_idx, is_split))
     if num_m_blocks * num_planes * num_splits > MAX_BLOCKS:
         raise ValueError(
             f"q has {num_m_blocks * num_planes} tiles of {tile.block_m} rows, times {num_splits} splits: expected at "
@@ -204,7 +204,7 @@ def _splits_of_cache(problem: Problem, build: Build, choice: Choice, lengths: Le
         return tile, num_splits, 0, 0
     packed_heads = heads_per_tile(lengths, tile.block_m)
     num_tiles = problem.num_heads_q // packed_heads * _num_m_blocks(problem, packed_heads, tile)
-    enough = build.resident_blocks(choice.tile_idx) // max(num_tiles, 1)
+    enough = build.resident_blocks(choice.tile_idx, True) // max(num_tiles, 1)
     tile, num_splits = build.splitting(tile, max(num_splits, min(enough, -(-seqlen_k // KEYS_OF_A_SPLIT))), seqlen_k)
     return tile, num_splits, 0, round_up(max(KEYS_OF_A_SPLIT, -(-seqlen_k // num_splits)), tile.block_n)
 

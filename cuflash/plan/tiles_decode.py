@@ -39,20 +39,20 @@ def decode_shared_memory(traits: Traits, tile: Tile) -> int:
 _DECODE_TILES = {256: Tile(16, 32, 128), 512: Tile(16, 16, 128)}
 
 COST = Cost(
-    product=1.37e-06,
-    weight=1.77e-06,
-    load=4.77e-06,
-    tile=0.0132,
-    latency=0.0402,
-    latency_load=4.64e-06,
-    copy=0.00748,
-    exposed_copy=0.000341,
-    block=5.06,
-    block_load=0.0157,
-    merge=3.2,
-    merge_split=0.00445,
-    merge_byte=1.23e-07,
-    stream=4.45e-07,
+    product=7.25e-07,
+    weight=4.4e-07,
+    load=2.77e-06,
+    tile=0.00988,
+    latency=0.0437,
+    latency_load=5.99e-06,
+    copy=0.00738,
+    exposed_copy=0.00041,
+    block=5.25,
+    block_load=0.0278,
+    merge=2.95,
+    merge_split=0.00165,
+    merge_byte=2.33e-07,
+    stream=4.3e-07,
 )
 
 

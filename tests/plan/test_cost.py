@@ -21,6 +21,7 @@ from cuflash.plan.cost import (
     Walk,
     cheapest,
     lengths_of,
+    splits_to_try,
     time_of,
     time_of_a_split,
     times_of_walking,
@@ -96,7 +97,7 @@ def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
 
 
-PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.0, 0.5, 1.25, 1.0)
+PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, 2, (0.0, 0.0), 0.0, 0.5, 1.25, 1.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -113,6 +114,16 @@ PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, (0.0, 0.0), 0.0, 
 )
 def test_blocks_come_in_waves(num_tiles: int, splits: int, expected: float) -> None:
     assert time_of(PACE, Walk(num_tiles, 8, 1.0, 512), 132, splits) == pytest.approx(expected)
+
+
+def test_fewer_blocks_with_partial_results_share_a_multiprocessor() -> None:
+    """Splits fill the places that these have: one more for each tile would be a second wave."""
+    pace, walk = PACE._replace(times=(1.0, 1.5, 2.0), split_blocks=2), Walk(66, 64, 1.0, 10**5)
+    assert time_of(pace, walk, 132, 4) == pytest.approx(2 + 16 * 1.5)
+    assert time_of(pace, walk, 132, 6) == pytest.approx((2 + 11 * 1.5) + (2 + 11 * 1.0))
+    assert splits_to_try(pace, walk, 1e-3, 132)[-2:] == [4, 8]
+    build = find_builds(square("float16", 64).traits, H200, Settings("forward_wgmma", "64x64x2", False))[0]
+    assert build.resident_blocks(0, False) == 4 * 132 and build.resident_blocks(0, True) == 3 * 132
 
 
 def test_memory_is_a_limit() -> None:
@@ -169,8 +180,9 @@ def test_the_least_is_found(
     for pace in paces:
         walk = walk_of(lengths, pace.tile)
         assert choice.time <= time_of(pace, walk, 132, 1) * (1 + 1e-9)
-        full = len(pace.times) * 132 // max(walk.num_tiles, 1)
-        enough = (walk.num_steps * pace.times[-1] / time_of_a_split(build._cost, lengths, head_dim)) ** 0.5
+        full = pace.split_blocks * 132 // max(walk.num_tiles, 1)
+        saved = walk.num_steps * pace.times[pace.split_blocks - 1]
+        enough = (saved / time_of_a_split(build._cost, lengths, head_dim)) ** 0.5
         if 1 < full <= min(most, walk.num_steps, enough):
             time = time_of(pace, walk, 132, full) + build._cost.merge
             time += full * time_of_a_split(build._cost, lengths, head_dim)

@@ -91,7 +91,7 @@ CASES: list[tuple[str, Problem, int]] = [
     ("D=192 Dv=128", dense(gpu((4, 16, 999, 192)), v=gpu((4, 16, 999, 128))), 90),
     ("D=64 Dv=128", dense(gpu((4, 16, 999, 64)), v=gpu((4, 16, 999, 128))), 90),
     ("D=256 Dv=64", dense(gpu((4, 16, 999, 256)), v=gpu((4, 16, 999, 64))), 90),
-    ("GQA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
+    ("GQA, 1 query", dense(gpu((8, 32, 1, 128)), gpu((8, 8, 4096, 128))), 90),
     ("GQA, many", dense(gpu((8, 32, 4096, 128)), gpu((8, 8, 4096, 128))), 90),
     ("MQA, 7", dense(gpu((8, 32, 7, 128)), gpu((8, 1, 4096, 128))), 90),
     ("MHA, one query", dense(gpu((8, 32, 1, 128)), gpu((8, 32, 4096, 128))), 90),
@@ -135,8 +135,8 @@ float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
-bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
+float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 174080 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 174080 B, batch 0:4, D 128/128, align 16, x1, 8 at once
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1
@@ -200,23 +200,23 @@ float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 6
 D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 231424 B, batch 0:4, D 192/128, align 16, x1
 D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 177152 B, batch 0:4, D 64/128, align 16, x1
 D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 256/64, align 16, x1
-GQA, one query, forward_decode, 16x32/128, grid 256, splits 4, 44448 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
+GQA, 1 query, forward_wgmma, 64x64x2/128, grid 256, splits 4, 88064 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
 GQA, many, forward_wgmma, 128x128x2/384, grid 8192, 174080 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 174080 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
-MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_wgmma, 64x64x2/128, grid 256, 88064 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
 points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
-no queries, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:2, D 64/64, align 16, x1
-no keys, forward_wgmma, 64x128x2/256, grid 8, 79872 B, batch 0:2, D 64/64, align 16, x2
-no batch, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:0, D 64/64, align 16, x1
-no heads, forward_wgmma, 128x128x2w/384, grid 0, 111616 B, batch 0:2, D 64/64, align 16, x1
+no queries, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
+no keys, forward_wgmma, 64x64x2/128, grid 8, 47104 B, batch 0:2, D 64/64, align 16, x4
+no batch, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:0, D 64/64, align 16, x4
+no heads, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
 (B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 47104 B, batch 0:4, D 64/64, align 16, x4
-three batch axes, forward_wgmma, 64x128x2/256, grid 240, 79872 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
-batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 79872 B, batch 0:9, D 64/64, align 16, x2
+three batch axes, forward_wgmma, 64x64x2/128, grid 240, 47104 B, batch 0:2 1:3 2:5, D 64/64, align 16, x4
+batch of q broadcast, forward_wgmma, 64x64x2/128, grid 72, 47104 B, batch 0:9, D 64/64, align 16, x4
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
