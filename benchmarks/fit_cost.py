@@ -2,8 +2,11 @@
 
 python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of all problems;
                                         with --kernel NAME those of one kernel, beside what is stored of others
-python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored
-python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured
+python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored, some minutes each;
+                                        those that are 0 stay so. Compare calls that go another way now, in turn,
+                                        on other lengths as well, before you take them
+python benchmarks/fit_cost.py           how much longer the choices take than the best that was measured, by kernel and
+                                        among kernels; a new tile, which was not, is as if it took for ever
 
 What is stored lies in benchmarks/cost.json, or where `--file` says.
 """
@@ -37,9 +40,10 @@ from cuflash.plan import (
     tiles_wide,
     tiles_wmma,
 )
-from cuflash.plan.build import find_builds
+from cuflash.plan.build import Build, find_builds
 from cuflash.plan.cost import (
     SPLIT_CALL,
+    Choice,
     Cost,
     Lengths,
     Pace,
@@ -57,7 +61,7 @@ from cuflash.plan.table import KERNELS, Device, Tile
 from cuflash.problem.arrays import DTYPES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.problem.describe import describe_attention, describe_attention_lse
 from cuflash.problem.problem import Problem
-from cuflash.settings import Settings
+from cuflash.settings import AUTOMATIC, Settings
 
 STORED = ROOT / "benchmarks" / "cost.json"
 SPLITS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128)
@@ -152,7 +156,7 @@ def cases() -> list[Case]:
     for kernel, heads_kv in (*product(("forward_decode", "forward_wgmma"), (8, 32)), ("forward_wgmma", 1)):
         found += few_queries(kernel, heads_kv)
     found += [case for case in usual_shapes("forward_decode") if case.seqlen_q > 1 and case.seqlen_k <= 300]
-    return [*found, *point_clouds()]
+    return list(dict.fromkeys([*found, *point_clouds()]))
 
 
 def few_queries(kernel: str, heads_kv: int) -> Iterator[Case]:
@@ -328,25 +332,26 @@ def dumps(stored: dict[str, Any]) -> str:
 
 
 FAMILIES = {
-    tiles_wgmma.COST: "forward_wgmma",
-    tiles_decode.COST: "forward_decode",
-    tiles_mma.COST: "forward_mma",
-    tiles_mma.COST_OF_SHARED_ROWS: "forward_mma, two warps to a row",
-    tiles_wmma.COST: "forward_wmma",
-    tiles_wmma.COST_OF_TF32: "forward_wmma, tf32",
-    tiles_points.COST: "forward_points",
-    tiles_points.COST_OF_DOUBLES: "forward_points, float64",
-    tiles_float32.COST: "precise_float32",
-    tiles_float32.COST_OF_TF32: "precise_float32, tf32",
-    tiles_precise_wgmma.COST: "precise_wgmma",
-    tiles_precise_wgmma.COST_OF_TF32: "precise_wgmma, tf32",
-    tiles_float64.COST: "precise_float64",
-    tiles_float64.COST_WITHOUT_VALUES: "precise_float64, without values",
-    tiles_wide.COST: "precise_wide",
-    tiles_wide.COST_WITHOUT_VALUES: "precise_wide, without values",
-    tiles_scalar.COST: "forward_scalar",
-    tiles_scalar.COST_OF_DOUBLES: "forward_scalar, float64",
+    "forward_wgmma": tiles_wgmma.COST,
+    "forward_decode": tiles_decode.COST,
+    "forward_mma": tiles_mma.COST,
+    "forward_mma, two warps to a row": tiles_mma.COST_OF_SHARED_ROWS,
+    "forward_wmma": tiles_wmma.COST,
+    "forward_wmma, tf32": tiles_wmma.COST_OF_TF32,
+    "forward_points": tiles_points.COST,
+    "forward_points, float64": tiles_points.COST_OF_DOUBLES,
+    "precise_float32": tiles_float32.COST,
+    "precise_float32, tf32": tiles_float32.COST_OF_TF32,
+    "precise_wgmma": tiles_precise_wgmma.COST,
+    "precise_wgmma, tf32": tiles_precise_wgmma.COST_OF_TF32,
+    "precise_float64": tiles_float64.COST,
+    "precise_float64, without values": tiles_float64.COST_WITHOUT_VALUES,
+    "precise_wide": tiles_wide.COST,
+    "precise_wide, without values": tiles_wide.COST_WITHOUT_VALUES,
+    "forward_scalar": tiles_scalar.COST,
+    "forward_scalar, float64": tiles_scalar.COST_OF_DOUBLES,
 }
+"""Constants by name, in the order of the table; a kernel that is not there has one family, of its own name."""
 
 
 class Measured(NamedTuple):
@@ -401,27 +406,47 @@ def read(file: Path, device: Device) -> list[Measured]:
 
 def family(case: Case) -> str:
     """Name of the constants that a case belongs to."""
-    return FAMILIES[SPECS[case.kernel].cost(case.describe().traits)]
+    cost = SPECS[case.kernel].cost(case.describe().traits)
+    return next((name for name, known in FAMILIES.items() if known is cost), case.kernel)
 
 
 def losses(found: list[Measured], device: Device) -> dict[str, list[tuple[float, Measured, str]]]:
-    """How much longer each choice takes than the best candidate, by family, the worst first.
+    """How much longer each choice takes than the best candidate, by family and among kernels, the worst first.
 
     Of splits that were not measured the next smaller number counts; tiles that were not count as infinite.
     """
     by_family: dict[str, list[tuple[float, Measured, str]]] = {}
     for one in found:
         build = find_builds(one.problem.traits, device, Settings(one.case.kernel, "", False))[0]
-        choice = build.choose(one.lengths)
-        tile = build.tiles[choice.tile_idx]
-        fewer = [(splits, time) for other, splits, time in one.times if other == tile and splits <= choice.num_splits]
-        loss = one.loss(tile, *max(fewer)) if fewer else math.inf
-        by_family.setdefault(family(one.case), []).append((loss, one, f"{tile}, {choice.num_splits} splits"))
+        by_family.setdefault(family(one.case), []).append(_loss_of(one, one.times, build, build.choose(one.lengths)))
+    for those in _by_problem(found).values():
+        every = those[0]._replace(times=[candidate for one in those for candidate in one.times])
+        build, choice = find_builds(every.problem.traits, device, AUTOMATIC).choose(every.lengths)
+        for one in those:
+            if len(those) > 1 and one.case.kernel == build.spec.name:
+                by_family.setdefault("among kernels", []).append(_loss_of(every, one.times, build, choice))
     return {name: sorted(those, key=lambda loss: -loss[0]) for name, those in by_family.items()}
 
 
+def _by_problem(found: list[Measured]) -> dict[Case, list[Measured]]:
+    problems: dict[Case, list[Measured]] = {}
+    for one in found:
+        problems.setdefault(one.case._replace(kernel=""), []).append(one)
+    return problems
+
+
+def _loss_of(
+    one: Measured, times: list[tuple[Tile, int, float]], build: Build, choice: Choice
+) -> tuple[float, Measured, str]:
+    """Compare a choice with all candidates; `times` are those of its kernel."""
+    tile = build.tiles[choice.tile_idx]
+    fewer = [(splits, time) for other, splits, time in times if other == tile and splits <= choice.num_splits]
+    loss = one.loss(tile, *max(fewer)) if fewer else math.inf
+    return loss, one, f"{build.spec.name} {tile}, {choice.num_splits} splits"
+
+
 def report(found: list[Measured], device: Device) -> None:
-    """Print mean and worst loss of each family."""
+    """Print mean and worst loss of each family, and of the choice among kernels that were measured for a problem."""
     everything = []
     for name, those in losses(found, device).items():
         values = [loss for loss, *_ in those]
@@ -503,8 +528,10 @@ def main() -> int:
     parser.add_argument("step", nargs="?", choices=("measure", "fit", "report"), default="report")
     parser.add_argument("--file", type=Path, default=STORED)
     parser.add_argument("--family", default="", help="part of the name of the constants to fit")
-    parser.add_argument("--kernel", default="", help="the only one to measure")
+    parser.add_argument("--kernel", default="", choices=["", *SPECS], metavar="NAME", help="the only one to measure")
     arguments = parser.parse_args()
+    if not arguments.file.exists() and (arguments.kernel or arguments.step != "measure"):
+        parser.error(f"there is no {arguments.file}")
     if arguments.step == "measure":
         from cuflash.gpu.installed import why_no_gpu
 

@@ -58,7 +58,7 @@ class Build:
                 features,
                 self.spec.min_blocks(traits, tile, device),
                 MAX_SPLITS if tile in splittable else 1,
-                self.spec.min_blocks(partial, tile, device),
+                self.spec.min_blocks(partial, tile, device) if tile in splittable else 0,
                 self.spec.prepared_row(traits),
                 self.spec.readers(tile),
             )

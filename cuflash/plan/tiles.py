@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     prepared: bool = False
     """Whether a launch before it makes ready all keys and values, in a workspace."""
     walks_on: bool = False
-    """Whether there are as many blocks as the GPU holds, which go from pair to pair of tiles of rows."""
+    """Whether there are as many blocks as the GPU holds, which go on to tiles or pairs of tiles of rows."""
 
     def __str__(self) -> str:
         stages = f"x{self.stages}" if self.stages > 1 else ""

@@ -84,9 +84,17 @@ COST_OF_SHARED_ROWS = Cost(
 )
 
 
+_OF_KEYS = "product", "weight", "load", "tile", "latency", "latency_load", "copy", "exposed_copy"
+_IN_PAGES = 1.75
+"""Tiles of keys in pages take so many times as long: whoever copies a row looks up its page, and waits for it."""
+
+
 def mma_cost(traits: Traits) -> Cost:
     """Constants for the cost model; those of two warps that share their rows are others."""
-    return COST if _warps_per_row(traits) == 1 else COST_OF_SHARED_ROWS
+    cost = COST if _warps_per_row(traits) == 1 else COST_OF_SHARED_ROWS
+    if not traits.page_table:
+        return cost
+    return cost._replace(**{name: _IN_PAGES * getattr(cost, name) for name in _OF_KEYS})
 
 
 def _mma_registers(traits: Traits, tile: Tile) -> tuple[int, int, int]:

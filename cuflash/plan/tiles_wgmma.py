@@ -54,7 +54,7 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 
 
 # A warpgroup has 64 rows. One that loads for itself shares a multiprocessor with up to three others, and one begins or
-# ends while others multiply; one with a loader beside it has more keys on their way, for few queries of many keys. On
+# ends while others multiply; one with a loader beside it is for pages, and for 64 rows of many keys and more. On
 # an H200 at 16384 keys, TFLOP/s full / causal: head_dim 64 192x128 515 / 487, 64x64 449 / 446; head_dim 128 128x128
 # 620 / 611, 192x80w 566 / 544. Where three warpgroups walk on, two work while one begins or ends: us for 64 heads of
 # 8192 queries and 64 keys, head_dim 128, 192x64w 88, 128x64w 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of

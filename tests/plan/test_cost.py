@@ -29,6 +29,7 @@ from cuflash.plan.cost import (
 )
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import KERNELS, Tile, device_of
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.settings import AUTOMATIC, Settings
 from plan.test_plan import H200, dense, gpu, packed, square
 
@@ -208,8 +209,15 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
-        worst = {"precise_float32, tf32": 0.35, "forward_scalar": 0.27}.get(name, 0.25)
+        worst = {"precise_float32, tf32": 0.35, "forward_scalar": 0.27, "among kernels": 0.37}.get(name, 0.25)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
+
+
+def test_pages_cost_the_kernel_that_waits_for_them() -> None:
+    """Many short caches, which forward_mma would have by what it takes for contiguous ones."""
+    pages = gpu((64 * 32, 32, 16, 128))
+    paged, _ = describe_kv_cache(gpu((64, 32, 1, 128)), pages, pages, seqlens_k=500, page_table=gpu((64, 32), "int32"))
+    assert make_plan(paged, H200, AUTOMATIC).kernel == "forward_decode"
 
 
 def test_float32_goes_to_the_kernel_that_takes_less() -> None:
