@@ -26,6 +26,7 @@ struct KeyRows : KeyCopies {
         k = copy_k.own_part(place.tile.k + first_key * params.k_strides.row);
         v = copy_v.own_part(place.tile.v + first_key * params.v_strides.row);
     }
+    __device__ __forceinline__ void look_up(int) {}
     __device__ __forceinline__ void find_tile() {}
     // The next tile's keys, of which there are so many.
     template <bool kWhole>
@@ -53,14 +54,17 @@ struct KeyRows<true> : KeyCopies {
         : KeyCopies(params, thread),
           params(params),
           place(place),
-          first_key(static_cast<int>(place.walk.first_key(0))) {
-        look_up(place.walk.last_keys);
+          first_key(static_cast<int>(place.walk.first_key(0))) {}
+    // Sends for what the table says of the next tile, which has so many keys. Behind the last one it is the first key.
+    __device__ __forceinline__ void look_up(int num_keys) {
+        const int thread = thread_index_again() % kGroupThreads, lane = thread % 32;
+        const int row = lane / 4 * 16 + thread / 32 * 4 + lane % 4;  // of the tile, the one that the lane looks up
+        const int key = max(first_key + min(row, num_keys - 1), static_cast<int>(place.walk.begin));
+        looked_up = PagedKey(params, place.tile.pages(), key);
+        first_key -= kBlockN;
     }
-    // The next tile, whose keys and values are copied then.
-    __device__ __forceinline__ void find_tile() {
-        found = looked_up.readable(params);
-        look_up(kBlockN);
-    }
+    // It is there: keys and values are copied from where it says.
+    __device__ __forceinline__ void find_tile() { found = looked_up.readable(params); }
     template <bool kWhole>
     __device__ __forceinline__ void copy_keys(Panels<kBlockN, kHeadDim>& target, int num_keys) {
         copy<kWhole>(copy_k, target, place.tile.k, params.k_strides, num_keys);
@@ -71,14 +75,6 @@ struct KeyRows<true> : KeyCopies {
     }
 
   private:
-    // In a tile of so many keys. Behind the last tile it is the first key of all.
-    __device__ __forceinline__ void look_up(int num_keys) {
-        const int thread = thread_index_again() % kGroupThreads, lane = thread % 32;
-        const int row = lane / 4 * 16 + thread / 32 * 4 + lane % 4;  // of the tile, the one that the lane looks up
-        const int key = max(first_key + min(row, num_keys - 1), static_cast<int>(place.walk.begin));
-        looked_up = PagedKey(params, place.tile.pages(), key);
-        first_key -= kBlockN;
-    }
     template <bool kWhole, int kWidth>
     __device__ __forceinline__ void copy(const PanelCopy<kWidth>& copied, Panels<kBlockN, kWidth>& target,
                                          const char* array, const Strides& strides, int num_keys) const {

@@ -50,7 +50,12 @@ struct OwnKeys : KeyLoader {
                                        int group)
         : KeyLoader(params, shared, place, threadIdx.x), walk(place.walk), group(group) {
         // right either way: zeros that nobody reads
-        if (walk.num_tiles > 0) load_keys<false>(0, walk.last_keys);
+        if (walk.num_tiles > 0) {
+            look_up(walk.last_keys);
+            find_tile();
+            load_keys<false>(0, walk.last_keys);
+            look_up(kBlockN);
+        }
     }
     // Where keys follow, they are waited for together.
     __device__ __forceinline__ void wait_for_queries(int) {
@@ -69,8 +74,14 @@ struct OwnKeys : KeyLoader {
     __device__ __forceinline__ void begin_products(int) {}
     template <bool kFirst>
     __device__ __forceinline__ void end_products(int i) {
-        if (i + 1 < walk.num_tiles) load_keys<true>(i + 1, kBlockN);
-        load_values<!kFirst>(i, kFirst ? walk.last_keys : kBlockN);
+        const auto load_values_now = [&] { load_values<!kFirst>(i, kFirst ? walk.last_keys : kBlockN); };
+        if constexpr (kPaged) load_values_now();  // they are where the tile is that was found last
+        if (i + 1 < walk.num_tiles) {
+            find_tile();
+            load_keys<true>(i + 1, kBlockN);
+            look_up(kBlockN);
+        }
+        if constexpr (!kPaged) load_values_now();
     }
     __device__ __forceinline__ void release_keys(int) {}
     __device__ __forceinline__ void release_values(int) {}

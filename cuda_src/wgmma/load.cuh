@@ -9,7 +9,6 @@ namespace cuflash {
 using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
 
 static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kProducers == 0 && kConsumers == 1)));
-static_assert(!kPaged || kProducers != 0, "shuffles among those that multiply would cost them more than pages do");
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
 
 // Where blocks walk on, the next queries come while the last rows are finished: into another buffer or, where there is
@@ -91,6 +90,7 @@ struct KeyLoader : KeyRows<kPaged> {
         shared.keys.wait_until_free(i);
         load_keys<kWhole>(i, num_keys);
         shared.keys.arrive_with_copies(i);
+        look_up(kBlockN);
         shared.values.wait_until_free(i);
         load_values<kWhole>(i, num_keys);
         shared.values.arrive_with_copies(i);
@@ -103,6 +103,7 @@ __device__ __forceinline__ void load_keys(const AttentionParams& params, SharedT
     const int begin = place.begin(), end = place.end();
     if (begin == end) return;
     KeyLoader loader(params, shared, place, thread_of_loader());
+    loader.look_up(place.walk.last_keys);
     loader.load_next<false>(begin, place.walk.last_keys);
 #pragma unroll 1
     for (int i = begin + 1; i < end; ++i) loader.load_next<true>(i, kBlockN);

@@ -8,7 +8,7 @@ says how far its choices are from the best ones; other GPUs differ in all of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import sqrt
 from typing import NamedTuple
 
@@ -224,8 +224,11 @@ def cheapest(
         walk = walk_of(lengths, pace.tile)
         num_tiles, num_steps, average, *_ = walk
         times = pace.times
-        if num_tiles * num_steps * average * times[-1] >= best.time * len(times) * multiprocessors:
-            continue  # even if nothing waited for anything
+        # if nothing waited for anything else
+        of_blocks = num_tiles * num_steps * average * times[-1] / (len(times) * multiprocessors)
+        least = pace.start + pace.block + max(of_blocks, pace.stream * walk.num_keys)
+        if least >= best.time:
+            continue
         before = time_of_preparation(pace, lengths)
         time = before + time_of(pace, walk, multiprocessors, 1)
         if before:
@@ -233,6 +236,8 @@ def cheapest(
         if time < best.time:
             best = Choice(time, tile_idx, 1)
         for splits in splits_to_try(pace, walk, of_a_split, multiprocessors):
+            if least + cost.merge + splits * of_a_split >= best.time:
+                break
             time = before + time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
             time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
             if time < best.time:
@@ -240,23 +245,25 @@ def cheapest(
     return best
 
 
-def splits_to_try(pace: Pace, walk: Walk, of_a_split: float, multiprocessors: int) -> list[int]:
-    """Splits that fill the multiprocessors once, twice, ... wholly, and twice all at once.
+def splits_to_try(pace: Pace, walk: Walk, of_a_split: float, multiprocessors: int) -> Iterator[int]:
+    """Splits that fill the multiprocessors once, twice, ... wholly, and two, four and eight times all at once.
 
-    But no more than where what one more adds is what it saves; it lies between two numbers of tiles for each.
+    Of tiles that are just more than fit at once, only many waves leave few places empty. But no more than where what
+    one more adds is what it saves; it lies between two numbers of tiles for each.
     """
-    num_steps, times, found = walk.num_steps, pace.times[: pace.split_blocks], [1]
+    num_steps, times, largest = walk.num_steps, pace.times[: pace.split_blocks], 1
     most = min(pace.most_splits, num_steps)
-    for blocks in (*range(1, len(times) + 1), 2 * len(times)) if most > 1 and walk.num_tiles else ():
+    several = [waves * len(times) for waves in (2, 4, 8)]
+    for blocks in (*range(1, len(times) + 1), *several) if most > 1 and walk.num_tiles else ():
         fill = min(blocks * multiprocessors // walk.num_tiles, most)
-        if fill > found[-1]:
+        if fill > largest:
             fewest = -(-num_steps // fill)
             enough = int(sqrt(of_a_split * num_steps / times[min(blocks, len(times)) - 1]))
             for steps in (max(fewest, enough + 1), max(fewest, enough)):
                 splits = -(-num_steps // steps)  # without those that would be left with no tile
-                if splits > found[-1]:
-                    found.append(splits)
-    return found[1:]
+                if splits > largest:
+                    largest = splits
+                    yield splits
 
 
 def heads_per_tile(lengths: Lengths, rows: int) -> int:

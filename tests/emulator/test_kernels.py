@@ -121,6 +121,14 @@ def test_every_tile_of_forward_mma(name: str) -> None:
         assert_right(case, "float16", Emulator(spec.name, tile))
 
 
+@pytest.mark.parametrize("name", ["paged-prompt", "paged-wide"])
+def test_every_tile_of_forward_wgmma_reads_pages(name: str) -> None:
+    """Those that load for themselves look up the next tile's pages when they have copied keys, others all at once."""
+    case, spec = CASES_BY_NAME[name], Emulator("forward_wgmma").spec
+    for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16").traits, device_of(90)))):
+        assert_right(case, "float16", Emulator(spec.name, tile))
+
+
 @pytest.mark.share(12)
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize(

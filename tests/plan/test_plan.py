@@ -208,7 +208,7 @@ digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
-points float64 D=16, forward_points, 256x128/128, grid 391, 17840 B, D 16/1, align 8, x2
+points float64 D=16, forward_points, 256x128/128, grid 782, splits 2, 17840 B, D 16/1, align 8, x2
 points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
 no queries, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
 no keys, forward_wgmma, 64x64x2/128, grid 8, 47104 B, batch 0:2, D 64/64, align 16, x4

@@ -393,7 +393,7 @@ def test_caches_of_unknown_lengths_are_split_by_size() -> None:
     unknown = make_plan(describe_kv_cache(*caches, seqlens_k=gpu((64,), "int32"))[0], H200, AUTOMATIC)
     assert (unknown.num_splits, unknown.split_size, unknown.largest_split) == (8, 0, 4096)
     assert unknown.even_splits == known.num_splits and "(8 splits of at most 4096 keys, " in str(unknown)
-    prompts = gpu((2, 8, 4096, 64)), gpu((2, 8, 32768, 64)), gpu((2, 8, 32768, 64))
+    prompts = gpu((2, 64, 4096, 64)), gpu((2, 8, 32768, 64)), gpu((2, 8, 32768, 64))
     many = make_plan(describe_kv_cache(*prompts, seqlens_k=gpu((2,), "int32"))[0], H200, AUTOMATIC)
     assert (many.num_splits, many.workspace) == (1, 0), "a sequence has tiles enough for all blocks"
     part = gpu((2, 8, 700, 64)), *prompts[1:]
