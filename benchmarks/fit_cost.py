@@ -49,6 +49,7 @@ from cuflash.plan.cost import (
     Pace,
     Walk,
     lengths_of,
+    of_two_launches,
     pace_of,
     time_of,
     time_of_a_split,
@@ -481,7 +482,7 @@ def fit(found: list[Measured], device: Device, start: Cost) -> Cost:
                 time = time_of_preparation(pace, one.lengths) + time_of(pace, walk, device.num_multiprocessors, splits)
                 if splits > 1:
                     time += cost.merge + splits * time_of_a_split(cost, one.lengths, one.problem.traits.head_dim_v)
-                called = max(time, SPLIT_CALL + 0.01 * time) if _has_two_launches(pace.tile, splits) else time
+                called = of_two_launches(time) if _has_two_launches(pace.tile, splits) else time
                 times.append((called, loss, time))
             lost.append(min(times)[1])
             off += weight * fmean(abs(math.log(times[idx][2] / measured)) for idx, measured in fastest)

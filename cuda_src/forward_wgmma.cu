@@ -1,8 +1,8 @@
 // Attention forward on Hopper's tensor cores: warpgroups multiply what other warps load (sm_90a), float16 and bfloat16.
 //
-// Grid: one block per tile of kBlockM rows of one (batch, head), or as many as the GPU holds, which go from tile to
-// tile; a row is one query of one head. Blocks walk the keys that any of a tile's rows sees, last to first, kBlockN at
-// a time.
+// Grid: one block per tile of kBlockM rows of one (batch, head), or of a group's heads that share keys, and for each of
+// its splits; or as many as the GPU holds, which go from tile to tile. A row is one query of one head. Blocks walk the
+// keys that any of a tile's rows sees, last to first, kBlockN at a time.
 //
 // Warps: one to three warpgroups own 64 rows each, from beginning to end. Scores, weights and output stay in their
 // registers; Q, K and V are multiplied where they lie in shared memory, swizzled, V with its rows as they came. One

@@ -121,8 +121,7 @@ __device__ __forceinline__ Divided tile_of_block(const AttentionParams& params) 
 // Fills `tile` for this block, visible to others after a barrier; tile.num_rows is 0 if it has nothing to do. Called by
 // all threads of warp 0; true for one of them, which has `keys` too.
 //
-// The splits of a tile are neighbours in the grid, which leaves tiles in their order, longest first. Other orders would
-// not help L2: grids with splits are resident as a whole, or nearly.
+// The splits of a tile are neighbours in the grid, which leaves tiles in their order, longest first.
 __device__ __forceinline__ bool map_block(const AttentionParams& params, TileMap& tile, TileKeys& keys) {
     const Divided block = tile_of_block(params);
     if constexpr (kVarlen) {

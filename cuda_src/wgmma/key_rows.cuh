@@ -41,8 +41,8 @@ struct KeyRows : KeyCopies {
     }
 };
 
-// A lane looks up one key for all lanes of its warp that copy a part of it, a tile ahead: nobody waits for the table.
-// Called by all lanes of a warp.
+// A lane looks up one key for all lanes of its warp that copy a part of it, a tile ahead: nobody but the first tile
+// waits for the table. Called by all lanes of a warp.
 template <>
 struct KeyRows<true> : KeyCopies {
     const AttentionParams& params;
@@ -63,7 +63,7 @@ struct KeyRows<true> : KeyCopies {
         looked_up = PagedKey(params, place.tile.pages(), key);
         first_key -= kBlockN;
     }
-    // It is there: keys and values are copied from where it says.
+    // Takes what was looked up: keys and values are copied from there.
     __device__ __forceinline__ void find_tile() { found = looked_up.readable(params); }
     template <bool kWhole>
     __device__ __forceinline__ void copy_keys(Panels<kBlockN, kHeadDim>& target, int num_keys) {

@@ -5,7 +5,7 @@
 
 namespace cuflash {
 
-// Where a warpgroup's K and V come from: others load them, and wait until they are through with.
+// Where a warpgroup's K and V come from: others load them, and wait until these are done with.
 struct KeysOfOthers {
     SharedTiles& shared;
     int group;
@@ -49,8 +49,7 @@ struct OwnKeys : KeyLoader {
     __device__ __forceinline__ OwnKeys(const AttentionParams& params, SharedTiles& shared, const Place& place,
                                        int group)
         : KeyLoader(params, shared, place, threadIdx.x), walk(place.walk), group(group) {
-        // right either way: zeros that nobody reads
-        if (walk.num_tiles > 0) {
+        if (walk.num_tiles > 0) {  // an empty split may begin behind the table of pages
             look_up(walk.last_keys);
             find_tile();
             load_keys<false>(0, walk.last_keys);

@@ -17,7 +17,7 @@ from .tiles import Tile
 
 MAX_SPLITS = 128
 SPLIT_CALL = 14.0
-"""What a call takes the host, more with a second launch: without a graph, those that are faster by one are no use."""
+"""us that a call with two launches takes the host, which a GPU that needs less has to wait for, but in a graph."""
 
 
 class Cost(NamedTuple):
@@ -218,38 +218,42 @@ def cheapest(
     """
     best = Choice(float("inf"), 0, 1)
     of_a_split = time_of_a_split(cost, lengths, features)
+    tiles = []
     for tile_idx, pace in enumerate(paces):
-        if pace.tile.prepared and not prepares:
-            continue
-        walk = walk_of(lengths, pace.tile)
-        num_tiles, num_steps, average, *_ = walk
-        times = pace.times
-        # if nothing waited for anything else
-        of_blocks = num_tiles * num_steps * average * times[-1] / (len(times) * multiprocessors)
-        least = pace.start + pace.block + max(of_blocks, pace.stream * walk.num_keys)
+        if not pace.tile.prepared or prepares:
+            walk, before = walk_of(lengths, pace.tile), time_of_preparation(pace, lengths)
+            tiles.append((before + _least_time(pace, walk, multiprocessors), tile_idx, before, walk))
+    tiles.sort()  # so that what is found early rules out the most
+    for least, tile_idx, before, walk in tiles:
         if least >= best.time:
-            continue
-        before = time_of_preparation(pace, lengths)
-        time = before + time_of(pace, walk, multiprocessors, 1)
+            break
+        time = before + time_of(paces[tile_idx], walk, multiprocessors, 1)
         if before:
-            time = max(time, SPLIT_CALL + 0.01 * time)
+            time = of_two_launches(time)
         if time < best.time:
             best = Choice(time, tile_idx, 1)
+    for least, tile_idx, before, walk in tiles:
+        pace = paces[tile_idx]
         for splits in splits_to_try(pace, walk, of_a_split, multiprocessors):
-            if least + cost.merge + splits * of_a_split >= best.time:
+            merging = cost.merge + splits * of_a_split
+            if least + merging >= best.time:
                 break
-            time = before + time_of(pace, walk, multiprocessors, splits) + cost.merge + splits * of_a_split
-            time = max(time, SPLIT_CALL + 0.01 * time)  # of two that the host is slower than, the faster
+            time = of_two_launches(before + time_of(pace, walk, multiprocessors, splits) + merging)
             if time < best.time:
                 best = Choice(time, tile_idx, splits)
     return best
 
 
+def of_two_launches(time: float) -> float:
+    """Time of a call with two launches: of two that the host is slower than, the faster takes less."""
+    return max(time, SPLIT_CALL + 0.01 * time)
+
+
 def splits_to_try(pace: Pace, walk: Walk, of_a_split: float, multiprocessors: int) -> Iterator[int]:
     """Splits that fill the multiprocessors once, twice, ... wholly, and two, four and eight times all at once.
 
-    Of tiles that are just more than fit at once, only many waves leave few places empty. But no more than where what
-    one more adds is what it saves; it lies between two numbers of tiles for each.
+    Tiles that fill no whole number of waves leave places empty in the last one: of many short ones that is least. But
+    no more than where what one more adds is what it saves; it lies between two numbers of tiles for each.
     """
     num_steps, times, largest = walk.num_steps, pace.times[: pace.split_blocks], 1
     most = min(pace.most_splits, num_steps)
@@ -334,6 +338,12 @@ def times_of_walking(pace: Pace, walk: Walk, multiprocessors: int) -> tuple[floa
     longest = pace.next_tile + walk.num_steps * of_keys * pace.by_tiles
     pair = 2 * (pace.next_tile + walk.num_steps * walk.average * of_keys * pace.by_pairs)
     return begin + -(-walk.num_tiles // resident) * longest, begin + -(-walk.num_pairs // resident) * pair
+
+
+def _least_time(pace: Pace, walk: Walk, multiprocessors: int) -> float:
+    """The same, if blocks waited for nothing but each other, or for memory alone; no split takes less."""
+    of_blocks = walk.num_tiles * walk.num_steps * walk.average * pace.times[-1] / (len(pace.times) * multiprocessors)
+    return pace.start + pace.block + max(of_blocks, pace.stream * walk.num_keys)
 
 
 def _time_of_blocks(pace: Pace, walk: Walk, multiprocessors: int, splits: int) -> float:

@@ -54,13 +54,14 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 
 
 # A warpgroup has 64 rows. One that loads for itself shares a multiprocessor with up to three others, and one begins
-# or ends while others multiply; one with a loader beside it is for 64 rows of many keys and more. On an H200 at 16384
+# or ends while others multiply; one with a loader beside it is for 64 rows of many keys. On an H200 at 16384
 # keys, TFLOP/s full / causal: head_dim 64 192x128 515 / 487, 64x64 449 / 446; head_dim 128 128x128 620 / 611, 192x80w
 # 566 / 544. Where three warpgroups walk on, two work while one begins or ends: us for 64 heads of 8192 queries and 64
 # keys, head_dim 128, 192x64w 88, 128x64w 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of one head: 64x64
 # 34.9, 64x128 33.7, 128x128 34.5 (H100).
 _TILES_OF_128 = Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
 _WALKING = Tile(192, 80, 512, 2), Tile(192, 64, 512, 2), *_TILES_OF_128
+# Their order matters: of those with as many threads the first that fits is kept.
 _WGMMA_TILES = (
     Tile(192, 128, 512, 2), Tile(192, 80, 512, 2), *_TILES_OF_128,
     *(tile._replace(walks_on=True) for tile in _WALKING),
@@ -117,7 +118,7 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
             return False
         if tile.block_m == tile.block_n == 64 and (tile.num_threads == 256) != (traits.page_table and widest > 192):
-            return False  # a block that is alone is late with pages that it looks up itself
+            return False  # of so many features a block is late with pages that it looks up itself
         return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     kinds: dict[tuple[int, bool], Tile] = {}

@@ -122,7 +122,7 @@ def _axes(infos: dict[str, ArrayInfo], paged: bool) -> tuple[tuple[int, ...], tu
     if v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v_cache has shape {v.shape} but k_cache has {k.shape}, expected the same but for features")
     if not paged and k.shape[0] != batch:
-        raise ValueError(f"k_cache has batch {k.shape[0]} but q has {batch}")
+        raise ValueError(f"k_cache has batch {k.shape[0]} but q has {batch}; a cache in pages needs page_table")
     if paged and k.shape[2] < 1:
         raise ValueError("k_cache has pages of 0 keys (axis -2), expected at least 1")
     hint = "; if its axes are (batch, sequence, heads, feature), pass k_cache.swapaxes(1, 2), a view"
@@ -177,11 +177,15 @@ def _check_lengths(
 
 
 def _check_pages(infos: dict[str, ArrayInfo], num_new: int, seqlen_k: int) -> None:
-    """Raise if NumPy's table names pages that there are not, among those that are used."""
+    """Raise if NumPy's table names pages that there are not and that are used, a GPU's if there are none."""
     table, lengths = infos.get("page_table"), infos.get("seqlens_k")
-    if table is None or table.device != HOST or table.array is None:
+    if table is None:
         return
     num_pages, _, page_size, _ = infos["k_cache"].shape
+    if table.device != HOST or table.array is None:
+        if num_pages == 0 and seqlen_k > 0:
+            raise ValueError(f"k_cache has no pages but page_table has {table.shape[1]} of each batch")
+        return
     for batch, pages in enumerate(table.array):
         length = seqlen_k if lengths is None else min(int(lengths.array[batch]) + num_new, seqlen_k)
         used = pages[: -(-length // page_size)]

@@ -145,6 +145,19 @@ def _window_in_pages(emulator: Emulator) -> None:
     np.testing.assert_allclose(out.astype(np.float64), exact, atol=2e-3)
 
 
+def _empty_split_of_pages(emulator: Emulator) -> None:
+    """A split that has no keys, as the others have them all, would begin behind the table."""
+    rng = np.random.default_rng(0)
+    q, pages = (rng.standard_normal(shape).astype(_type(emulator)) for shape in ((1, 2, 1, 32), (36, 1, 16, 32)))
+    options: dict[str, Any] = {"page_table": rng.permutation(36).astype(np.int32)[np.newaxis], "seqlens_k": 36 * 16}
+    call = describe_kv_cache(q, pages, pages.copy(), num_splits=8, **options)
+    if emulator.refuses(call[0]):
+        return
+    lowest = _pinned(emulator, "64x64x2") if emulator.spec.name == "forward_wgmma" else emulator
+    exact, _ = reference.attention_with_kv_cache(q, pages, pages, **options)
+    np.testing.assert_allclose(lowest.run(*call).astype(np.float64), exact, atol=2e-3)
+
+
 def _no_such_pages(emulator: Emulator) -> None:
     """Of pages that there are not the nearest one is read, and nothing is written."""
     q, new = np.ones((2, 1, 1, 32), _type(emulator)), np.full((2, 1, 1, 32), np.nan, _type(emulator))
@@ -333,6 +346,12 @@ def _prepared(emulator: Emulator) -> None:
         sizes = np.abs(exact).max(-1, keepdims=True)
         assert (np.abs(out - exact) <= 3e-6 * sizes).all()
         np.testing.assert_allclose(lse, exact_lse, atol=3e-6)
+    # Two leading axes, which keys have in another order than values.
+    shapes = (2, 3, 1, 9, 40), (3, 2, 1, 70, 40), (2, 3, 1, 70, 40)
+    q, k, v = (rng.standard_normal(shape).astype("f") for shape in shapes)
+    k = k.swapaxes(0, 1)
+    out = _pinned(emulator, "64x32p").attention(q, k, v)
+    np.testing.assert_allclose(out, reference.attention(q, k, v)[0], atol=3e-6)
 
 
 def _prepared_tokens(emulator: Emulator) -> None:
@@ -493,6 +512,7 @@ CALLS: dict[str, Call] = {
     **{f"splits {name}": partial(_in_splits, name) for name in _SPLIT_CASES},
     "split_window": _split_window,
     "window_in_pages": _window_in_pages,
+    "empty_split_of_pages": _empty_split_of_pages,
     "no_such_pages": _no_such_pages,
     "splits_of_a_size": _splits_of_a_size,
     "splits_without_lse": _splits_without_lse,

@@ -123,7 +123,7 @@ def test_every_tile_of_forward_mma(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["paged-prompt", "paged-wide"])
 def test_every_tile_of_forward_wgmma_reads_pages(name: str) -> None:
-    """Those that load for themselves look up the next tile's pages when they have copied keys, others all at once."""
+    """A warpgroup that loads for itself copies the values of one tile before it takes what it looked up of the next."""
     case, spec = CASES_BY_NAME[name], Emulator("forward_wgmma").spec
     for tile in dict.fromkeys(map(str, spec.tiles(describe(case, "float16").traits, device_of(90)))):
         assert_right(case, "float16", Emulator(spec.name, tile))

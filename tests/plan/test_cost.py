@@ -15,12 +15,12 @@ from cuflash.plan import cost
 from cuflash.plan.build import find_builds
 from cuflash.plan.cost import (
     MAX_SPLITS,
-    SPLIT_CALL,
     Lengths,
     Pace,
     Walk,
     cheapest,
     lengths_of,
+    of_two_launches,
     splits_to_try,
     time_of,
     time_of_a_split,
@@ -187,7 +187,7 @@ def test_the_least_is_found(
         if 1 < full <= min(most, walk.num_steps, enough):
             time = time_of(pace, walk, 132, full) + build._cost.merge
             time += full * time_of_a_split(build._cost, lengths, head_dim)
-            assert choice.time <= max(time, SPLIT_CALL + 0.01 * time) * (1 + 1e-9)
+            assert choice.time <= of_two_launches(time) * (1 + 1e-9)
 
 
 def test_splits_are_for_few_rows_and_many_keys() -> None:

@@ -443,6 +443,9 @@ def test_more_pages_and_keys_in_them_than_kernels_count_are_refused() -> None:
     expected = r"^page_table has room for 2147483648 keys of a batch, expected at most 2147483647 on a GPU$"
     with pytest.raises(ValueError, match=expected):
         explained(1, 2**16, 2**15)
+    assert explained(0, 16, 0).plan is not None
+    with pytest.raises(ValueError, match=r"^k_cache has no pages but page_table has 4 of each batch$"):
+        explained(0, 16, 4)
 
 
 def test_appended_keys_and_pages_are_named() -> None:
