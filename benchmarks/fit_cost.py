@@ -1,7 +1,8 @@
 """Measure what the cost model (cuflash/plan/cost.py) is to predict, fit its constants, say how good its choices are.
 
 python benchmarks/fit_cost.py measure   on a GPU: every tile, with several numbers of splits, of all problems;
-                                        with --kernel NAME those of one kernel, beside what is stored of others
+                                        with --kernel NAME those of one kernel, beside what is stored of others;
+                                        with --new those of which nothing is stored yet
 python benchmarks/fit_cost.py fit       constants for the `tiles_*.py`, fitted to what is stored, some minutes each;
                                         those that are 0 stay so. Compare calls that go another way now, in turn,
                                         on other lengths as well, before you take them
@@ -147,9 +148,9 @@ def cases() -> list[Case]:
         for case in found
     ]
     for case in [case for case in found if case.kernel == "precise_float32"]:
-        found += [case._replace(kernel=kernel, precision="tf32") for kernel in ("precise_float32", "forward_wmma")]
+        found.append(case._replace(precision="tf32"))
         if case.head_dim <= 256:
-            found.append(case._replace(kernel="precise_wgmma"))
+            found += [case._replace(kernel="forward_wmma", precision="tf32"), case._replace(kernel="precise_wgmma")]
         if case.head_dim <= 128:
             found.append(case._replace(kernel="precise_wgmma", precision="tf32"))
     found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma") + few_keys("forward_wgmma")
@@ -157,6 +158,10 @@ def cases() -> list[Case]:
     for kernel, heads_kv in (*product(("forward_decode", "forward_wgmma"), (8, 32)), ("forward_wgmma", 1)):
         found += few_queries(kernel, heads_kv)
     found += [case for case in usual_shapes("forward_decode") if case.seqlen_q > 1 and case.seqlen_k <= 300]
+    found += windows("forward_wgmma", "float16", (64, 96, 128, 192, 256), 100)
+    found += windows("forward_mma", "float16", (64, 96, 128, 192, 256), 30)
+    for kernel in ("precise_wgmma", "precise_float32"):
+        found += windows(kernel, "float32", (64, 128, 256), 20)
     return list(dict.fromkeys([*found, *point_clouds()]))
 
 
@@ -217,6 +222,22 @@ def few_keys(kernel: str) -> list[Case]:
     ]
 
 
+def windows(kernel: str, dtype: str, head_dims: tuple[int, ...], count: int) -> list[Case]:
+    """Squares whose queries see some keys in front of them and, of some, as many behind: the same for each kernel."""
+    rng, found = random.Random(11), []
+    most, elements = (1e11, 2**24) if dtype == "float16" else (1e10, 2**22)
+    while len(found) < count:
+        head_dim, is_causal = rng.choice(head_dims), rng.random() < 0.8
+        length, left = (round(2 ** rng.uniform(*powers)) for powers in ((9, 15), (5, 13)))
+        heads = rng.choice((8, 16, 32))
+        batch = max(1, elements // (heads * length * head_dim))
+        window = left, 0 if is_causal else left
+        if left < length and batch * heads * length * sum(window) * head_dim < most:
+            heads_kv = heads // rng.choice((1, 1, 4))
+            found.append(Case(kernel, dtype, batch, heads, heads_kv, length, length, head_dim, False, window))
+    return found
+
+
 def point_clouds() -> list[Case]:
     """One head with as many points as there are, few queries of many keys, and drawn ones."""
     found, rng = [], random.Random(7)
@@ -269,8 +290,8 @@ def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
                 yield tile, splits
 
 
-def measure(file: Path, kernel: str) -> None:
-    """Time every candidate of every problem, or of those of one kernel, on the current GPU."""
+def measure(file: Path, kernel: str, only_new: bool) -> None:
+    """Time every candidate of every problem, or of those of one kernel or not stored yet, on the current GPU."""
     from concurrent.futures import ThreadPoolExecutor
     from os import cpu_count
 
@@ -286,9 +307,10 @@ def measure(file: Path, kernel: str) -> None:
         return lambda: launch.run(list(pointers), out, lse, workspace)
 
     device = device_info(0)
-    earlier: dict[str, Any] = json.loads(file.read_text()) if kernel else {"device": "", "problems": []}
-    kept = [old for old in earlier["problems"] if old["kernel"] != kernel]
-    wanted = [case for case in cases() if kernel in ("", case.kernel)]
+    earlier: dict[str, Any] = json.loads(file.read_text()) if kernel or only_new else {"device": "", "problems": []}
+    kept = [old for old in earlier["problems"] if only_new or old["kernel"] != kernel]
+    known = {case_of(old) for old in kept}
+    wanted = [case for case in cases() if kernel in ("", case.kernel) and case not in known]
     found = [(case, list(candidates(case, device))) for case in wanted]
 
     def plan_of(case: Case, tile: Tile, splits: int) -> Any:
@@ -320,9 +342,10 @@ def measure(file: Path, kernel: str) -> None:
         calls = {(str(tile), splits): run(plan_of(case, tile, splits)) for tile, splits in chosen}
         times = backend.time_candidates(calls, REPEATS)
         stored.append(case._asdict() | {"times": [[*key, round(median, 2)] for key, (_, median) in times.items()]})
-    names = [name for name in earlier["device"].split("; ") if not name.startswith(f"{kernel}:")] if kept else []
+    names = [name for name in earlier["device"].split("; ") if only_new or not name.startswith(f"{kernel}:")]
+    names = names if kept else []
     if backend.device_name() not in names:
-        names.append(f"{kernel}: {backend.device_name()}" if kept else backend.device_name())
+        names.append(f"{kernel or 'new'}: {backend.device_name()}" if kept else backend.device_name())
     file.write_text(dumps({"device": "; ".join(names), "problems": stored}))
 
 
@@ -389,14 +412,17 @@ def _called(tile: Tile, splits: int, time: float) -> float:
     return max(time, SPLIT_CALL) if _has_two_launches(tile, splits) else time
 
 
+def case_of(stored: dict[str, Any]) -> Case:
+    """Return the case that was measured."""
+    case = Case(**{name: value for name, value in stored.items() if name != "times"})
+    return case if case.window is None else case._replace(window=tuple(case.window))
+
+
 def read(file: Path, device: Device) -> list[Measured]:
     """Read what was measured of tiles that are still in use."""
     found = []
     for stored in json.loads(file.read_text())["problems"]:
-        times = stored.pop("times")
-        if stored["window"] is not None:
-            stored["window"] = tuple(stored["window"])
-        case = Case(**stored)
+        times, case = stored["times"], case_of(stored)
         problem = case.describe()
         tiles = {str(tile): tile for tile in SPECS[case.kernel].tiles(problem.traits, device)}
         known = [(tiles[name], splits, time) for name, splits, time in times if name in tiles]
@@ -530,15 +556,16 @@ def main() -> int:
     parser.add_argument("--file", type=Path, default=STORED)
     parser.add_argument("--family", default="", help="part of the name of the constants to fit")
     parser.add_argument("--kernel", default="", choices=["", *SPECS], metavar="NAME", help="the only one to measure")
+    parser.add_argument("--new", action="store_true", help="measure only what is not stored yet")
     arguments = parser.parse_args()
-    if not arguments.file.exists() and (arguments.kernel or arguments.step != "measure"):
+    if not arguments.file.exists() and (arguments.kernel or arguments.new or arguments.step != "measure"):
         parser.error(f"there is no {arguments.file}")
     if arguments.step == "measure":
         from cuflash.gpu.installed import why_no_gpu
 
         if missing := why_no_gpu():
             parser.error(missing)
-        measure(arguments.file, arguments.kernel)
+        measure(arguments.file, arguments.kernel, arguments.new)
         return 0
     from cuflash.plan.table import device_of
 

@@ -287,6 +287,8 @@ class Walk(NamedTuple):
     """Of all key heads."""
     num_pairs: int = 0
     """Of tiles, of one head and the next."""
+    of_pairs: float = 1.0
+    """Of `num_steps`, what each tile of the longest pair walks through on average."""
 
 
 def walk_of(lengths: Lengths, tile: Tile) -> Walk:
@@ -297,17 +299,19 @@ def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     tiles_of_plane, planes = -(-queries * packed_heads // rows), num_planes // packed_heads
     num_tiles, num_pairs = tiles_of_plane * planes, tiles_of_plane * -(-planes // 2)
     tile_queries = max(min(rows // packed_heads, queries), 1)
+    num_keys = keys * (num_planes // max(group_size, 1))
     if width is not None:
         keys = min(keys, width + tile_queries - 1)
-    num_keys = keys * (num_planes // max(group_size, 1))
     later_keys = min(later_keys, keys) - tile_queries + 1
     if later_keys <= 0 or keys == 0:
         return Walk(num_tiles, -(-keys // block_n), 1.0, num_keys, num_pairs)
+    # Of a pair one sees the more keys the fewer the other does, until one sees all.
+    fewer = fewer_of_pairs = max(later_keys - (queries - tile_queries) / 2, 0.0)
     if later_keys < queries:
         fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
-    else:
-        fewer = later_keys - (queries - tile_queries) / 2
-    return Walk(num_tiles, -(-keys // block_n), max(1 - fewer / keys, 0.0), num_keys, num_pairs)
+    shares = (max(1 - some / keys, 0.0) for some in (fewer, fewer_of_pairs))
+    average, of_pairs = shares
+    return Walk(num_tiles, -(-keys // block_n), average, num_keys, num_pairs, of_pairs)
 
 
 def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:
@@ -332,11 +336,11 @@ CORNER = 5
 def times_of_walking(pace: Pace, walk: Walk, multiprocessors: int) -> tuple[float, float]:
     """Time of as many blocks as the device holds, which go from tile to tile, or from pair to pair.
 
-    Of tiles the longest ones decide; all pairs are alike.
+    Of tiles, and of pairs, the longest ones decide.
     """
     resident, begin, of_keys = len(pace.times) * multiprocessors, pace.block - pace.next_tile, pace.times[-1]
     longest = pace.next_tile + walk.num_steps * of_keys * pace.by_tiles
-    pair = 2 * (pace.next_tile + walk.num_steps * walk.average * of_keys * pace.by_pairs)
+    pair = 2 * (pace.next_tile + walk.num_steps * walk.of_pairs * of_keys * pace.by_pairs)
     return begin + -(-walk.num_tiles // resident) * longest, begin + -(-walk.num_pairs // resident) * pair
 
 

@@ -94,8 +94,19 @@ def test_heads_share_a_tile_that_one_does_not_fill() -> None:
 
 def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     average = (1024 + 64) / 2048
-    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, average, 1024, 16)
+    assert walk_of(Lengths(1024, 1, 1, 1024, 1023, None), Tile(64, 64, 128)) == Walk(16, 16, average, 1024, 16, average)
     assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
+
+
+def test_pairs_of_a_window_are_not_alike() -> None:
+    """Some have two tiles that see all of it; where it is half of the keys and more each has one that does not."""
+    tile = Tile(64, 64, 128, 2, walks_on=True)
+    short = walk_of(Lengths(1024, 1, 2, 1024, 1023, 257), tile)
+    assert short.num_steps == 5 and short.of_pairs == 1 and 0.87 < short.average < 0.88
+    long = walk_of(Lengths(1024, 1, 2, 1024, 1023, 769), tile)
+    assert long.average < 0.63 < 0.65 < long.of_pairs < 0.66
+    times = [times_of_walking(PACE._replace(tile=tile), walk, 4)[1] for walk in (short, long)]
+    assert times == pytest.approx([2 - 0.5 + 2 * 2 * (0.5 + share * 1.5) for share in (5, 13 * long.of_pairs)])
 
 
 PACE = Pace(Tile(64, 64, 128, 2), 2.0, (1.0, 1.5), MAX_SPLITS, 2, (0.0, 0.0), 0.0, 0.5, 1.25, 1.0, 0.0)
@@ -148,7 +159,7 @@ def test_blocks_walk_by_tiles_or_by_pairs() -> None:
     """Pairs are alike where tiles differ. Where these do not, three tiles to a block are fewer than two pairs."""
     pace = PACE._replace(tile=PACE.tile._replace(walks_on=True))
     for average in (1.0, 0.5):
-        by_tiles, by_pairs = times_of_walking(pace, Walk(3 * 264, 8, average, 512, 3 * 132), 132)
+        by_tiles, by_pairs = times_of_walking(pace, Walk(3 * 264, 8, average, 512, 3 * 132, average), 132)
         assert by_tiles == pytest.approx(2 - 0.5 + 3 * (0.5 + 8 * 1.5 * 1.25))
         assert by_pairs == pytest.approx(2 - 0.5 + 4 * (0.5 + 8 * 1.5 * average))
         assert (by_pairs < by_tiles) == (average < 1)
@@ -209,7 +220,8 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
-        worst = {"precise_float32, tf32": 0.35, "forward_scalar": 0.27, "among kernels": 0.37}.get(name, 0.25)
+        large = {"precise_float32": 0.3, "precise_float32, tf32": 0.35, "forward_wmma, tf32": 0.32}
+        worst = {"forward_scalar": 0.27, "among kernels": 0.28, **large}.get(name, 0.25)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 
