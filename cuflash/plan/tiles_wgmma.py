@@ -131,8 +131,8 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """One block has a multiprocessor for itself, or two to four if they are small.
 
-    Four have 128 registers a thread, which is too few for output of float32. NVRTC 13.0 spills 16 bytes with softcap
-    and 56 with ALiBi at 64 features, 13.5 none; four blocks are faster than three even so.
+    Four have 128 registers a thread, which is too few for output of float32. NVRTC 13.0 spills 16 to 116 bytes where
+    more is done to scores of 64 features, 13.5 none; four blocks are faster than three even so.
     """
     if tile.block_m > 64:
         return 1
