@@ -153,6 +153,12 @@ def cases() -> list[Case]:
             found += [case._replace(kernel="forward_wmma", precision="tf32"), case._replace(kernel="precise_wgmma")]
         if case.head_dim <= 128:
             found.append(case._replace(kernel="precise_wgmma", precision="tf32"))
+    others = random.Random(13)
+    some = [draw(others, "precise_float64", "float64", (32, 64, 96, 128), 2e9) for _ in range(150)]
+    found += [case for case in some if case.seqlen_q > 16]
+    few = [case for case in found if case.kernel in ("precise_float32", "precise_float64") and case.seqlen_q <= 64]
+    few += [case for case in some if case.seqlen_q > 64]
+    found += [case._replace(kernel="forward_scalar") for case in few if case.head_dim <= 256]
     found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma") + few_keys("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (*product(("forward_decode", "forward_wgmma"), (8, 32)), ("forward_wgmma", 1)):

@@ -308,6 +308,7 @@ KERNELS = (
         min_blocks=float64_min_blocks,
         cost=float64_cost,
         capabilities=FAST_FLOAT64,
+        yields_to=("forward_scalar",),
     ),
     KernelSpec(
         name="precise_wide",

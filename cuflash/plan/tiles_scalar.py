@@ -66,19 +66,19 @@ COST = Cost(
     merge_byte=1.76e-07,
 )
 COST_OF_DOUBLES = Cost(
-    product=1.42e-05,
-    weight=2.26e-05,
-    load=3.68e-05,
-    tile=0.516,
-    latency=0.693,
-    latency_load=0.000149,
-    copy=0.000148,
-    exposed_copy=0.0425,
-    block=0.633,
-    block_load=0.141,
-    merge=7.67,
-    merge_split=0.0893,
-    merge_byte=3.4e-07,
+    product=1.74e-05,
+    weight=3.26e-06,
+    load=9.27e-06,
+    tile=0.175,
+    latency=0.686,
+    latency_load=0.000255,
+    copy=3.25e-05,
+    exposed_copy=0.0374,
+    block=2.42,
+    block_load=0.173,
+    merge=4.16,
+    merge_split=0.0446,
+    merge_byte=2.76e-07,
 )
 
 

@@ -221,7 +221,8 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
         large = {"precise_float32": 0.3, "precise_float32, tf32": 0.35, "forward_wmma, tf32": 0.32}
-        worst = {"forward_scalar": 0.27, "among kernels": 0.28, **large}.get(name, 0.25)
+        large |= {"forward_scalar": 0.27, "forward_scalar, float64": 0.53, "precise_float64": 0.4}
+        worst = {"among kernels": 0.47, **large}.get(name, 0.25)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 
