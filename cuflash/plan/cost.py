@@ -309,8 +309,7 @@ def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     fewer = fewer_of_pairs = max(later_keys - (queries - tile_queries) / 2, 0.0)
     if later_keys < queries:
         fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
-    shares = (max(1 - some / keys, 0.0) for some in (fewer, fewer_of_pairs))
-    average, of_pairs = shares
+    average, of_pairs = (max(1 - some / keys, 0.0) for some in (fewer, fewer_of_pairs))
     return Walk(num_tiles, -(-keys // block_n), average, num_keys, num_pairs, of_pairs)
 
 
