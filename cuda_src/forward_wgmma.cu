@@ -139,8 +139,20 @@ struct RowWarp {
         weigh(tile, 0), weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
+    // How many tiles O is of when tile i begins.
+    __device__ __forceinline__ int summed(int i) const { return i - 1 - before; }
+    // Every few thousand keys O joins its total, while no scores are there that would have to be spilled.
+    __device__ __forceinline__ void restart_sums(int i, OutputTotal& total) {
+        if (summed(i) % kTilesPerSum != 0) return;
+        // right either way: it is 0
+        if (summed(i) == 0) return;
+        const RowValues maxima = states.maxima(place_of_warp());
+        if (summed(i) > kTilesPerSum) add_total(o, total, maxima, multiplier);
+        restart(o, total, maxima);
+    }
     // From the weights of the tile before tile i to those of tile i.
     __device__ __forceinline__ void turn(int i, Weights& weights, OutputTotal& total) {
+        restart_sums(i, total);
         ScoreTile tile = prepare(i);
         RowValues factors;
         source.wait_for_keys(i);
@@ -161,10 +173,6 @@ struct RowWarp {
         wgmma_wait<0>(o[0]);  // not in a branch: all warps of a warpgroup wait together
         if (outgrown) rescale(o, factors);
         source.release_values(i - 1);
-        if ((i - before) % kTilesPerSum == 0) {
-            if (i - before > kTilesPerSum) add_total(o, total, tile.maxima, multiplier);
-            restart(o, total, tile.maxima);
-        }
         weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
@@ -178,7 +186,7 @@ struct RowWarp {
         meanwhile();
         wgmma_wait<0>(o[0]);
         source.release_values(i);
-        if (i - before >= kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
+        if (summed(i) >= kTilesPerSum) add_total(o, total, states.maxima(place_of_warp()), multiplier);
     }
 };
 

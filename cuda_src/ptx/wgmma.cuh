@@ -67,8 +67,8 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 #define CUFLASH_NAMES_32 CUFLASH_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define CUFLASH_NAMES_40 CUFLASH_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define CUFLASH_NAMES_48 CUFLASH_NAMES_40 ", %40, %41, %42, %43, %44, %45, %46, %47"
-#define CUFLASH_NAMES_64 \
-    CUFLASH_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define CUFLASH_NAMES_56 CUFLASH_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define CUFLASH_NAMES_64 CUFLASH_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define CUFLASH_NAMES_80 \
     CUFLASH_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define CUFLASH_NAMES_96 \
@@ -139,11 +139,14 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, Sha
     } else if constexpr (kTiles == 12) {
         CUFLASH_ISSUE(96, CUFLASH_NAMES_48, "%50", "%48, %49, p, 1, 1, 0, %51", CUFLASH_TILES_8(0),
                       CUFLASH_TILES_4(8) : CUFLASH_FROM_MEMORY);
+    } else if constexpr (kTiles == 14) {
+        CUFLASH_ISSUE(112, CUFLASH_NAMES_56, "%58", "%56, %57, p, 1, 1, 0, %59", CUFLASH_TILES_8(0), CUFLASH_TILES_4(8),
+                      CUFLASH_TILES_2(12) : CUFLASH_FROM_MEMORY);
     } else if constexpr (kTiles == 16) {
         CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67",
                       CUFLASH_TILES_16(0) : CUFLASH_FROM_MEMORY);
     }
-    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 10 || kTiles == 12 || kTiles == 16);
+    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 10 || kTiles == 12 || kTiles == 14 || kTiles == 16);
 }
 
 }  // namespace cuflash

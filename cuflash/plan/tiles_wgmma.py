@@ -22,8 +22,6 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
         return OWN_INSTRUCTIONS
     if traits.alignment < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
-    if traits.alibi_slopes and traits.head_dim_v > 192:
-        return "alibi_slopes take more registers than values of more than 192 features leave"
     return None
 
 
@@ -59,17 +57,17 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 # 566 / 544. Where three warpgroups walk on, two work while one begins or ends: us for 64 heads of 8192 queries and 64
 # keys, head_dim 128, 192x64w 88, 128x64w 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of one head: 64x64
 # 34.9, 64x128 33.7, 128x128 34.5 (H100).
-_TILES_OF_128 = Tile(128, 128, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
-_WALKING = Tile(192, 80, 512, 2), Tile(192, 64, 512, 2), *_TILES_OF_128
+_ROWS_192 = Tile(192, 128, 512, 2), Tile(192, 112, 512, 2), Tile(192, 96, 512, 2), Tile(192, 80, 512, 2)
+_ROWS_128 = Tile(128, 128, 384, 2), Tile(128, 112, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
 # Their order matters: of those with as many threads the first that fits is kept.
 _WGMMA_TILES = (
-    Tile(192, 128, 512, 2), Tile(192, 80, 512, 2), *_TILES_OF_128,
-    *(tile._replace(walks_on=True) for tile in _WALKING),
+    *_ROWS_192, *_ROWS_128,
+    *(tile._replace(walks_on=True) for tile in (*_ROWS_192, Tile(192, 64, 512, 2), *_ROWS_128)),
     Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 256, 2), Tile(64, 64, 128, 2),
 )  # fmt: skip
 
 COST = Cost(
-    product=2.76e-07,
+    product=2.65e-07,
     weight=3.48e-05,
     load=1.28e-08,
     tile=0.00273,
@@ -77,7 +75,7 @@ COST = Cost(
     latency_load=1.79e-05,
     copy=0,
     exposed_copy=0,
-    block=3.7,
+    block=4,
     block_load=0.000857,
     merge=3.37,
     merge_split=0.00858,
@@ -95,31 +93,32 @@ def wgmma_cost(traits: Traits) -> Cost:
     return COST
 
 
+def _most_held(traits: Traits, tile: Tile) -> int:
+    """Registers of a thread for scores and output: what is left of 152 to 232 was found by compiling (NVRTC 13.0)."""
+    if tile.block_m == 192:
+        if max(wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)) > 128:
+            return 0
+        taken = 8 if tile.walks_on else 12 * traits.page_table
+        return 132 - taken - 8 * traits.alibi_slopes
+    if tile.walks_on and traits.page_table:
+        return 176 - 16 * traits.alibi_slopes
+    return 184
+
+
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
-    Of tiles that walk on those for few keys, too, each number with the most rows: one is most of a tile of rows. What
-    fits the registers was found by compiling.
+    Of tiles that walk on those for few keys, too, each number with the most rows: one is most of a tile of rows.
     """
-    bucket, bucket_v = wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)
-    widest = max(bucket, bucket_v)
+    bucket_v = wgmma_bucket(traits.head_dim_v)
+    widest = max(wgmma_bucket(traits.head_dim), bucket_v)
 
     def fits(tile: Tile) -> bool:
-        # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
-        held, most = bucket_v // 2 + tile.block_n * 3 // 4, 184
-        if tile.block_m == 192:
-            # Of 160 registers; of 152 where loaders look up pages, or where blocks walk on, which float32 and packed
-            # sequences need, too. Of those with both, 192x80 spills at 128 features with NVRTC 13.0.
-            most = 128 - 8 * traits.page_table
-            if tile.walks_on:
-                most -= 24 * (traits.out_dtype == "float32") + 8 * (traits.op == "attention_varlen")
-            if traits.alibi_slopes or widest > (128 if tile.walks_on else 96):
-                return False
-        if (tile.walks_on or tile.num_threads == 256) and traits.alibi_slopes and widest > 96:
-            return False
         if tile.block_m == tile.block_n == 64 and (tile.num_threads == 256) != (traits.page_table and widest > 192):
             return False  # of so many features a block is late with pages that it looks up itself
-        return held <= most and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
+        # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
+        held = bucket_v // 2 + tile.block_n * 3 // 4
+        return held <= _most_held(traits, tile) and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     kinds: dict[tuple[int, bool], Tile] = {}
     for tile in filter(fits, _WGMMA_TILES):
@@ -131,8 +130,7 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
 def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """One block has a multiprocessor for itself, or two to four if they are small.
 
-    Four have 128 registers a thread, which is too few for output of float32. NVRTC 13.0 spills 16 to 116 bytes where
-    more is done to scores of 64 features, 13.5 none; four blocks are faster than three even so.
+    Four have 128 registers a thread. Of float32, which splits are, four are as fast as three (482 problems, H100).
     """
     if tile.block_m > 64:
         return 1

@@ -135,12 +135,12 @@ float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 174080 B, batch 0:4, D 128/128, align 16, x1, 8 at once
-bfloat16 D=128 causal, forward_wgmma, 128x128x2/384, grid 2048, 174080 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+float16 D=128 causal, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+bfloat16 D=128 causal, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1, 8 at once
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
-float16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1
-bfloat16 D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1
+float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
+bfloat16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
 float32 D=256, precise_wgmma, 128x32p/384, grid 2048, 207872 B, batch 0:4, D 256/256, align 16, x1
 float64 D=256, precise_wide, 32x128/256, grid 8192, 166144 B, batch 0:4, D 256/256, align 16, x1
 float16 D=512, forward_mma, 64x32x2/256, grid 4096, 209616 B, batch 0:4, D 512/512, align 16, x1
@@ -168,11 +168,11 @@ float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
 float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
-float16 D=80, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 80/80, align 16, x1
-float16 D=96, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 96/96, align 16, x1
-float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
-float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
-float16 D=192, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
+float16 D=80, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 80/80, align 16, x1
+float16 D=96, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 96/96, align 16, x1
+float16 D=112, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1
+float16 D=160, forward_wgmma, 128x112x2/384, grid 2048, 231424 B, batch 0:4, D 192/192, align 16, x1
+float16 D=192, forward_wgmma, 128x112x2/384, grid 2048, 231424 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
@@ -199,9 +199,9 @@ bfloat16 D=64 on 75, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 
 float16 D=64 on 61, forward_scalar, 32x32/64, grid 8192, 30880 B, batch 0:4, D 64/64, align 16, x1
 D=192 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 231424 B, batch 0:4, D 192/128, align 16, x1
 D=64 Dv=128, forward_wgmma, 128x128x2w/384, grid 132, 177152 B, batch 0:4, D 64/128, align 16, x1
-D=256 Dv=64, forward_wgmma, 128x96x2w/384, grid 132, 206848 B, batch 0:4, D 256/64, align 16, x1
+D=256 Dv=64, forward_wgmma, 128x112x2w/384, grid 132, 227328 B, batch 0:4, D 256/64, align 16, x1
 GQA, 1 query, forward_wgmma, 64x64x2/128, grid 256, splits 4, 88064 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
-GQA, many, forward_wgmma, 128x128x2/384, grid 8192, 174080 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
+GQA, many, forward_wgmma, 192x80x2/512, grid 5632, 146432 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 174080 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
 MHA, one query, forward_wgmma, 64x64x2/128, grid 256, 88064 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
