@@ -52,11 +52,11 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 
 
 # A warpgroup has 64 rows. One that loads for itself shares a multiprocessor with up to three others, and one begins
-# or ends while others multiply; one with a loader beside it is for 64 rows of many keys. On an H200 at 16384
-# keys, TFLOP/s full / causal: head_dim 64 192x128 515 / 487, 64x64 449 / 446; head_dim 128 128x128 620 / 611, 192x80w
-# 566 / 544. Where three warpgroups walk on, two work while one begins or ends: us for 64 heads of 8192 queries and 64
-# keys, head_dim 128, 192x64w 88, 128x64w 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of one head: 64x64
-# 34.9, 64x128 33.7, 128x128 34.5 (H100).
+# or ends while others multiply; one with a loader beside it is for 64 rows of many keys. Three multiply longer for what
+# they load. On an H100 at 16384 keys, ms full / causal: head_dim 64, 32 heads, 192x128 4.3 / 2.2, 64x64 5.0 / 2.5; 96,
+# 16 heads, 192x112 2.9 / 1.4, 128x128 3.2 / 1.6; 128, 16 heads, 192x80 3.4 / 1.75, 128x128 3.5 / 1.79. Where three walk
+# on, two work while one begins or ends: us for 64 heads of 8192 queries and 64 keys, head_dim 128, 192x64w 88, 128x64w
+# 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of one head: 64x64 34.9, 64x128 33.7, 128x128 34.5.
 _ROWS_192 = Tile(192, 128, 512, 2), Tile(192, 112, 512, 2), Tile(192, 96, 512, 2), Tile(192, 80, 512, 2)
 _ROWS_128 = Tile(128, 128, 384, 2), Tile(128, 112, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
 # Their order matters: of those with as many threads the first that fits is kept.
