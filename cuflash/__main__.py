@@ -157,6 +157,8 @@ def _completed(function: Callable[..., Any], call: dict[str, Any], dtype: np.dty
     call = {parameter.name: _NOT_GIVEN for parameter in parameters if parameter.default is parameter.empty} | call
     before: _Array = call["q"]
     cached = function is attention_with_kv_cache
+    if cached and call["k_cache"] is _NOT_GIVEN:
+        raise ValueError("attention_with_kv_cache takes --k-cache B,H,N,D, the shape of the cache, or that of pages")
     for name in ("q", "k_cache", "v_cache") if cached else ("q", "k", "v", "v_new"):
         if name in call:
             shape = call[name].shape
@@ -234,7 +236,7 @@ def _add_attention(add: Callable[..., Any]) -> None:
 
 
 def _add_cached(add: Callable[..., Any]) -> None:
-    add("--k-cache", type=_array_of_shape, metavar="B,H,N,D", help="its shape, or that of pages (default: that of q)")
+    add("--k-cache", type=_array_of_shape, metavar="B,H,N,D", help="its shape, or that of pages")
     add("--v-cache", type=_array_of_shape, metavar="B,H,N,D", help="likewise (default: that of k_cache)")
     lengths = "keys in the cache: an int, or an array (default: one of B int32)"
     add("--seqlens-k", type=_query_offset, metavar="INT|SHAPE:DTYPE", help=lengths)

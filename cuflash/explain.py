@@ -19,7 +19,7 @@ from .gpu.workspace import merge_of_splits
 from .kv_cache import attention_with_kv_cache
 from .plan.build import Program
 from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
-from .plan.plan import Plan, make_plan, refusals
+from .plan.plan import Plan, make_plan, predict, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
 from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
@@ -98,6 +98,7 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     return Explanation(
         problem, plan.kernel, str(plan.tile), gpu, plan, plan.num_blocks, plan.tile.num_threads,
         plan.program.shared_memory, plan.workspace, registers, spills, tuple(ahead),
+        tuple(predict(problem, gpu, chosen)) if isinstance(problem, Problem) and plan.num_blocks else (),
     )  # fmt: skip
 
 

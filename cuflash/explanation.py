@@ -5,11 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .gpu.compile import entry_text
+from .plan.build import Prediction
 from .plan.gated import GatedPlan
 from .plan.plan import Plan
 from .plan.table import Device
 from .problem.gated import GatedProblem
 from .problem.problem import Problem
+
+NUM_SHOWN = 4
+"""Tiles of which a report says what they are expected to take."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,8 @@ class Explanation:
     """Register bytes per thread that did not fit; None where there is no compiler to ask."""
     refusals: tuple[tuple[str, str], ...]
     """Kernels ahead of this one in the table and why each refused."""
+    predictions: tuple[Prediction, ...] = ()
+    """What the time model says of each tile that may serve the call, the least first; of none where it is not asked."""
 
     @property
     def source(self) -> str:
@@ -81,4 +87,17 @@ def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
         f"  shared memory  {found.shared_memory} of {device.shared_memory_per_block} bytes per block",
         f"  registers      {registers}",
         f"  workspace      {found.workspace} bytes",
+        *_lines_of_predictions(found.predictions),
     ]
+
+
+def _lines_of_predictions(predictions: tuple[Prediction, ...]) -> list[str]:
+    """Why it is this tile, and how near the next ones are."""
+    if not predictions:
+        return []
+    shown = []
+    for time, kernel, tile, num_splits in predictions[:NUM_SHOWN]:
+        name = tile if kernel == predictions[0].kernel else f"{kernel} {tile}"
+        splits = f" of {num_splits} splits" if num_splits > 1 else ""
+        shown.append(f"{name}{splits} {time:{'.0f' if time >= 100 else '.1f'}} us")
+    return [f"  time model     {', '.join(shown)}"]

@@ -26,6 +26,17 @@ class Program(NamedTuple):
     """Bytes per block."""
 
 
+class Prediction(NamedTuple):
+    """What the time model says of a tile."""
+
+    time: float
+    """Of the GPU, in microseconds; with splits that of a call, whose two launches keep the host busy for longer."""
+    kernel: str
+    tile: str
+    num_splits: int
+    """By which the tile takes the least time."""
+
+
 class Build:
     """What follows from traits, device and settings: the kernel, its tiles and their programs.
 
@@ -78,6 +89,19 @@ class Build:
             return choice
         tiles, pairs = times_of_walking(pace, walk_of(lengths, pace.tile), multiprocessors)
         return choice._replace(in_pairs=pairs <= tiles)
+
+    def predict(self, lengths: Lengths, prepares: bool) -> list[Prediction]:
+        """Say what each tile takes, with the number of splits by which that is least."""
+        lengths, multiprocessors = Lengths(*rounded(lengths)), self._device.num_multiprocessors
+        choices = [
+            cheapest([pace], self._cost, lengths, self._traits.head_dim_v, multiprocessors, prepares)
+            for pace in self._paces
+        ]
+        return [
+            Prediction(choice.time, self.spec.name, str(tile), choice.num_splits)
+            for tile, choice in zip(self.tiles, choices, strict=True)
+            if choice.time != float("inf")
+        ]
 
     def resident_blocks(self, tile_idx: int, is_split: bool) -> int:
         """Blocks of a tile that the device holds."""
@@ -143,6 +167,10 @@ class Builds(list[Build]):
                     f"launch, which takes a workspace, known lengths and no more than {BATCH_AXES} leading axes"
                 )
         return chosen
+
+    def predict(self, lengths: Lengths, prepares: bool) -> list[Prediction]:
+        """Say what each tile of each kernel takes, the least first."""
+        return sorted(prediction for build in self for prediction in build.predict(lengths, prepares))
 
 
 _builds: dict[tuple[Traits, Device, Settings], Builds] = {}

@@ -13,7 +13,7 @@ from ..problem.checks import BOUNDARY
 from ..problem.problem import Problem, Traits
 from ..settings import Settings
 from .axes import Axes, walked_axes
-from .build import Build, Program, build_of_rows, find_builds
+from .build import Build, Prediction, Program, build_of_rows, find_builds
 from .cost import Choice, Lengths, heads_per_tile, lengths_of, walk_of
 from .partial import Partial, partial_of
 from .table import KERNELS, Device, KernelSpec, Tile
@@ -106,6 +106,23 @@ class Plan(NamedTuple):
         )
 
 
+def predict(problem: Problem, device: Device, settings: Settings) -> list[Prediction]:
+    """Say what the time model expects of each tile that may serve the problem, the least first.
+
+    Nothing if the caller chose the splits.
+    """
+    cache = problem.cache
+    if cache is not None and (cache.num_splits, cache.split_size) != (None, None):
+        return []
+    outer_axes, _ = walked_axes(problem, False)
+    return find_builds(problem.traits, device, settings).predict(lengths_of(problem), _may_prepare(problem, outer_axes))
+
+
+def _may_prepare(problem: Problem, outer_axes: Axes) -> bool:
+    """Whether a launch may make keys and values ready for another: of known lengths, and few axes."""
+    return not (outer_axes or problem.traits.seqlens_k)
+
+
 def make_plan(
     problem: Problem, device: Device, settings: Settings, num_splits: int | None = None, prepares: bool = True
 ) -> Plan:
@@ -115,7 +132,7 @@ def make_plan(
     """
     lengths = lengths_of(problem)
     outer_axes, batch_axes = walked_axes(problem, False)
-    prepares = prepares and not (outer_axes or problem.traits.seqlens_k)
+    prepares = prepares and _may_prepare(problem, outer_axes)
     if problem.cache is not None and problem.cache.split_size is not None:
         build = build_of_rows(problem.traits, device, settings)
         choice = Choice(0.0, 0, 1)

@@ -177,7 +177,8 @@ def parse_integer(name: str, x: Any, expected: str) -> int:
         return operator.index(x)
     except TypeError:
         kind = "" if x is MISSING else f" ({type(x).__name__})"
-        raise TypeError(f"{name} is {brief(x)}{kind}, expected {expected}") from None
+        hint = "; pass np.asarray(x)" if isinstance(x, (list, tuple)) and "array" in expected else ""
+        raise TypeError(f"{name} is {brief(x)}{kind}, expected {expected}{hint}") from None
 
 
 def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tuple[int | None, int | None]:

@@ -18,10 +18,10 @@ import cuflash.plan.plan
 from cuflash import attention, attention_varlen, attention_with_kv_cache, explain, options, warmup
 from cuflash.gpu import installed
 from cuflash.gpu.compile import compile_offline, source_digest
-from cuflash.plan.plan import make_plan
+from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import KERNELS, device_of
 from cuflash.problem.describe import describe_attention
-from cuflash.settings import AUTOMATIC
+from cuflash.settings import AUTOMATIC, Settings
 
 # The function of the same name hides the module from ordinary imports.
 explain_module = sys.modules["cuflash.explain"]
@@ -96,6 +96,37 @@ def test_a_device_that_is_not_here(capability: int, make: Callable[..., Any]) ->
     ):
         assert part in text
     assert "#define CUFLASH_HEAD_DIM 64\n" in explanation.source and source_digest() in explanation.source
+
+
+@pytest.mark.usefixtures("no_compiler")
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("capability", [61, 75, 80, 90])
+@pytest.mark.parametrize("seqlen_q", [1, 4096])
+def test_predictions_say_why_it_is_this_tile(seqlen_q: int, capability: int, dtype: Any) -> None:
+    """They are what the plan is made of, of all tiles that may serve the call."""
+    q, k = StandIn((2, 8, seqlen_q, 64), dtype), StandIn((2, 8, 4096, 64), dtype)
+    found = explain(attention, q, k, k, device=capability)
+    assert isinstance(found.plan, Plan)
+    best, *others = found.predictions
+    assert (best.kernel, best.tile, best.num_splits) == (found.kernel, found.tile, found.plan.num_splits)
+    assert others and [best.time, *(one.time for one in others)] == sorted(one.time for one in found.predictions)
+    times = {(one.kernel, one.tile): one for one in found.predictions}
+    assert len(times) == len(found.predictions)
+    for one in others:
+        plan = make_plan(found.problem, device_of(capability), Settings(one.kernel, one.tile, False))
+        assert (str(plan.tile), plan.num_splits) == (one.tile, one.num_splits)
+    splits = f" of {best.num_splits} splits" if best.num_splits > 1 else ""
+    assert re.search(rf"\n  time model     {best.tile}{splits} [\d.]+ us, ", str(found))
+
+
+def test_nothing_is_predicted_where_nothing_is_weighed() -> None:
+    """Splits of the caller's, and no rows."""
+    q, cache = StandIn((2, 8, 1, 64), np.float16), StandIn((2, 8, 4096, 64), np.float16)
+    for chosen in ({"num_splits": 4}, {"split_size": 512}):
+        assert explain(attention_with_kv_cache, q, cache, cache, seqlens_k=4000, device=90, **chosen).predictions == ()
+    none = StandIn((2, 0, 16, 64), np.float16)
+    found = explain(attention, none, none, none, device=90)
+    assert found.predictions == () and "time model" not in str(found)
 
 
 @pytest.mark.usefixtures("no_compiler")

@@ -57,7 +57,7 @@ TYPE_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"seqlens_k": True}, "seqlens_k is True (bool), expected an int, or an integer array of shape (batch,)"),
     ({"seqlens_k": 1.5}, "seqlens_k is 1.5 (float), expected an int, or an integer array of shape (batch,)"),
     ({"seqlens_k": np.ones(2)}, "seqlens_k has dtype float64, expected an int, or an integer dtype"),
-    ({"seqlens_k": [3, 5]}, "seqlens_k is [3, 5] (list), expected an int, or an integer array of shape (batch,)"),
+    ({"seqlens_k": [3, 5]}, "of shape (batch,); pass np.asarray(x)"),
     ({"num_splits": True}, "num_splits is True (bool), expected a positive int, or None"),
     ({"split_size": 64.0}, "split_size is 64.0 (float), expected a positive multiple of 64, or None"),
     ({"num_splits": 1.5}, "num_splits is 1.5 (float), expected a positive int, or None"),

@@ -298,6 +298,7 @@ def test_numpy_arrays_have_no_source() -> None:
         (["--q", "2,5,8", "--k", "2,5,9"], "ValueError: k has head_dim 9 but q has 8\n"),
         (["--q", "2,5,600"], "ValueError: q has head_dim 600, expected 1 to 512\n"),
         (["--q", "5"], "ValueError: q has shape (5,), expected "),
+        ([CACHED, "--q", "2,4,1,8"], f"ValueError: {CACHED} takes --k-cache B,H,N,D, the shape of the cache"),
         (["--q", "2,5,8", "--window", "3"], "ValueError: window has 1 entries"),
         (["--q", "2,5,8", "--softcap", "0"], "ValueError: softcap is 0.0"),
         (["--q", "2,5,8", "--scale", "1e31"], "ValueError: scale is 1e+31, expected at most"),
