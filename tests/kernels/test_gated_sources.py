@@ -109,7 +109,7 @@ def test_compiles_for_sm_70(spec: GatedSpec) -> None:
         pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
     for name, plan in representative_plans(spec, 70).items():
         if f"-{PLAIN} " in name:
-            check_resources(f"{spec.name} {name} sm_70", compile_with(nvrtc, plan.program))
+            check_resources(f"{spec.name} {name} sm_70", compile_with(nvrtc, plan.program, "sm_70"))
 
 
 @rows

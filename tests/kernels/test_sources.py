@@ -268,15 +268,31 @@ def test_compiles_for_sm_70(spec: KernelSpec) -> None:
         pytest.skip("NVRTC 12 is not installed (nvidia-cuda-nvrtc-cu12)")
     for name, plan in representative_plans(spec, 70).items():
         if name.split("-")[1] in FEWEST:
-            check_resources(f"{spec.name} {name} sm_70", compile_with(nvrtc, plan.program))
+            check_resources(f"{spec.name} {name} sm_70", compile_with(nvrtc, plan.program, "sm_70"))
 
 
-def compile_with(nvrtc: ctypes.CDLL, program: Program) -> Resources:
-    """Compile for sm_70."""
+def test_warpgroups_spill_nothing_with_an_older_compiler(share: Callable[[str, int], bool]) -> None:
+    """NVRTC 12.9 and 13.0 keep fewer values in registers than later ones: with each tile of forward_wgmma."""
+    nvrtc = nvrtc_12()
+    if nvrtc is None:
+        pytest.skip("NVRTC 12 is not installed beside CuPy's (nvidia-cuda-nvrtc-cu12)")
+    spec, device = next(spec for spec in KERNELS if spec.name == "forward_wgmma"), device_of(90)
+    for name, problem in representative_problems(tensor_cores=True).items():
+        tiles = spec.tiles(problem.traits, device) if spec.refusal(problem.traits, device) is None else []
+        for tile in tiles:
+            if share(f"{name} {tile} older", PARTS):
+                plan = make_plan(problem, device, Settings(spec.name, str(tile), False))
+                spills = compile_with(nvrtc, plan.program, "sm_90a").spill_bytes
+                allowed = 24 if name.endswith("-64/128") and str(tile) == "192x80x2w" else 0
+                assert spills <= allowed, f"{name} {tile} spills {spills} bytes"
+
+
+def compile_with(nvrtc: ctypes.CDLL, program: Program, arch: str) -> Resources:
+    """Compile for an architecture."""
     handle = ctypes.c_void_p()
     text = entry_text(program).encode()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(handle), text, b"entry.cu", 0, None, None) == 0
-    options = [option.encode() for option in (*compiler_options(), "-ftz=true", "-arch=sm_70", "--ptxas-options=-v")]
+    options = [option.encode() for option in (*compiler_options(), "-ftz=true", f"-arch={arch}", "--ptxas-options=-v")]
     status = nvrtc.nvrtcCompileProgram(handle, len(options), (ctypes.c_char_p * len(options))(*options))
     size = ctypes.c_size_t()
     nvrtc.nvrtcGetProgramLogSize(handle, ctypes.byref(size))
