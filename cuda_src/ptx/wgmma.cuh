@@ -27,7 +27,6 @@ struct SharedMatrix {
     }
     // The same, `bytes` further on.
     __device__ __forceinline__ SharedMatrix at(unsigned int bytes) const { return {low + (bytes >> 4), high}; }
-
     __device__ __forceinline__ unsigned long long bits() const {
         return static_cast<unsigned long long>(high) << 32 | low;
     }
@@ -120,8 +119,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], const unsigned int 
         CUFLASH_ISSUE(256, CUFLASH_NAMES_128, "%133", "{%128, %129, %130, %131}, %132, p, 1, 1, %134",
                       CUFLASH_TILES_16(0), CUFLASH_TILES_16(16) : CUFLASH_FROM_REGISTERS);
     }
-    static_assert(kTiles == 2 || kTiles == 4 || kTiles == 6 || kTiles == 8 || kTiles == 10 || kTiles == 12 ||
-                  kTiles == 16 || kTiles == 24 || kTiles == 32);
+    static_assert((kTiles <= 12 && kTiles % 2 == 0) || kTiles == 16 || kTiles == 24 || kTiles == 32);
 }
 
 // The same with A in shared memory, its rows contiguous.
@@ -146,7 +144,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kTiles][4], SharedMatrix a, Sha
         CUFLASH_ISSUE(128, CUFLASH_NAMES_64, "%66", "%64, %65, p, 1, 1, 0, %67",
                       CUFLASH_TILES_16(0) : CUFLASH_FROM_MEMORY);
     }
-    static_assert(kTiles == 4 || kTiles == 8 || kTiles == 10 || kTiles == 12 || kTiles == 14 || kTiles == 16);
+    static_assert(kTiles == 4 || (kTiles >= 8 && kTiles <= 16 && kTiles % 2 == 0));
 }
 
 }  // namespace cuflash
