@@ -83,7 +83,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
                 for (int e = 0; e < kRun; ++e) logits[e] = at(scores, r, i + e);
                 RowColumns<kRun> columns;
-                columns.load<false>(params, row, place.key_v(i));
+                columns.load<Reads::kElements>(params, row, place.key_v(i));
                 scores_to_row_logits<true>(row, columns, place.key_v(i), logits);
 #pragma unroll
                 for (int e = 0; e < kRun; ++e) at(scores, r, i + e) = logits[e];

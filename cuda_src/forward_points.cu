@@ -122,7 +122,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) logits[e] = scores[r][c + e];
                 RowColumns<kCount> columns;
-                columns.template load<false>(params, contexts[r], column + c);
+                columns.template load<Reads::kElements>(params, contexts[r], column + c);
                 scores_to_row_logits<true>(contexts[r], columns, column + c, logits);
 #pragma unroll
                 for (int e = 0; e < kCount; ++e) scores[r][c + e] = logits[e];

@@ -207,7 +207,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                 const int column = place.lane + j * kLanesPerRow;
                 Accumulator logit[1] = {scores[i][j]};
                 RowColumns<1> columns;
-                columns.load<false>(params, row, column);
+                columns.load<Reads::kElements>(params, row, column);
                 scores_to_row_logits<true>(row, columns, column, logit);
                 scores[i][j] = logit[0];
             }

@@ -110,7 +110,7 @@ __device__ __forceinline__ void score(SharedTiles& shared, const Place& place, c
 }
 
 // Replaces one lane's scores of a row by logits.
-template <bool kVectors>
+template <Reads kReads>
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
                                                  const ScoreScale& scale, const RowContext& row, float* scores,
                                                  int first_column) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
         for (float& logit : logits.values) logit = scaled_score(scale, logit);
         RowColumns<kChunk> columns;
-        columns.template load<kVectors>(params, row, column);
+        columns.template load<kReads>(params, row, column);
         scores_to_row_logits<true>(row, columns, column, logits.values);
         chunk = logits;
     }
@@ -151,8 +151,8 @@ __device__ __forceinline__ void make_logits(const AttentionParams& params, Share
         if (!shared.only_scale) {
             const RowContext row = row_context(params, tile, logit_row(params, tile, tile_row), n_begin);
             if (has_vectors<kChunk>(params, row))
-                scores_to_logits<true>(params, tile, shared.score_scale, row, scores, place.first_column);
-            else scores_to_logits<false>(params, tile, shared.score_scale, row, scores, place.first_column);
+                scores_to_logits<Reads::kVectors>(params, tile, shared.score_scale, row, scores, place.first_column);
+            else scores_to_logits<Reads::kElements>(params, tile, shared.score_scale, row, scores, place.first_column);
         }
         // right either way: all of it is visible
         if (at_edge) hide_scores(visible_columns(params, tile, tile_row, n_begin), scores, place.first_column);

@@ -1,10 +1,19 @@
-// Bias and mask of a row, as they are read: neighbouring elements, in vectors where they lie so.
+// Bias and mask of a row, as they are read: neighbouring elements, in vectors where they lie so, in pieces of memory
+// that hold them where they lie between others.
 #pragma once
 
 #include "common/numeric.cuh"
 #include "common/params.cuh"
 
 namespace cuflash {
+
+// How neighbouring elements of a row are read.
+enum class Reads {
+    kElements,  // one by one
+    kPieces,    // by the aligned pieces that hold them, and neighbours up to kMostBeside of them
+    kVectors,   // at once
+};
+constexpr int kMostBeside = 7;
 
 // Whether kCount neighbouring columns of a row can be read at once, wherever they begin in steps of kCount.
 template <int kCount, typename Value>
@@ -21,12 +30,14 @@ struct Columns {
     };
     Words packed;
 
-    template <bool kVectors>
+    template <Reads kReads>
     __device__ __forceinline__ void load(const char* row, long long column_stride, int column, int last_column) {
-        static_assert(!kVectors || kBytes >= 4);
-        if constexpr (kVectors) {
+        static_assert(kReads == Reads::kElements || kBytes >= 4);
+        if constexpr (kReads == Reads::kVectors) {
             const int first = min(column, last_column + 1 - kCount);
             packed = *reinterpret_cast<const Words*>(row + first * static_cast<int>(sizeof(Value)));
+        } else if constexpr (kReads == Reads::kPieces && sizeof(Value) < 4) {
+            load_pieces(row + column * static_cast<int>(sizeof(Value)));
         } else {
             Value values[kCount];
             const char* address = row + min(column, last_column) * column_stride;
@@ -36,6 +47,29 @@ struct Columns {
                 if (column + e < last_column) address += column_stride;
             }
             memcpy(packed.words, values, kBytes);
+        }
+    }
+    // Reads a piece more than the elements fill, and leaves out what is in front of them.
+    __device__ __forceinline__ void load_pieces(const char* address) {
+        struct alignas(kBytes < 8 ? 4 : 8) Piece {
+            unsigned int words[kBytes < 8 ? 1 : 2];
+        };
+        constexpr int kWords = kBytes / 4, kWordsOfPiece = sizeof(Piece) / 4;
+        const unsigned int before = reinterpret_cast<unsigned long long>(address) % sizeof(Piece);
+        Piece pieces[kWords / kWordsOfPiece + 1];
+#pragma unroll
+        for (int i = 0; i <= kWords / kWordsOfPiece; ++i)
+            pieces[i] = reinterpret_cast<const Piece*>(address - before)[i];
+        unsigned int words[kWords + kWordsOfPiece];
+        memcpy(words, pieces, sizeof(words));
+#pragma unroll
+        for (int i = 0; i <= kWords; ++i) {
+            if (before / 4 != 0) words[i] = words[i + kWordsOfPiece - 1];
+        }
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) {
+            const unsigned long long both = static_cast<unsigned long long>(words[i + 1]) << 32 | words[i];
+            packed.words[i] = static_cast<unsigned int>(both >> before % 4 * 8);
         }
     }
     // Sets bits, of which there are none: for the compiler, what is unpacked then depends on them.
@@ -63,6 +97,20 @@ __device__ __forceinline__ bool has_vectors(const AttentionParams& params, const
     return vectors;
 }
 
+// Elements that fill words are read one by one as quickly.
+constexpr bool kPieces = (kBiasDtype != 0 || kHasMask) && (kBiasDtype == 0 || sizeof(ElementOf<kBiasDtype>::Type) < 4);
+
+// Whether they can be read in pieces; `keys_beside`: of the row, in front of them and behind.
+__device__ __forceinline__ bool has_pieces(const AttentionParams& params, const BiasMaskRow& row,
+                                           long long keys_beside) {
+    // right either way: it only keeps what is read inside the arrays
+    bool pieces = kPieces & (keys_beside >= kMostBeside);
+    if constexpr (kBiasDtype != 0)
+        pieces &= is_vector<1, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
+    if constexpr (kHasMask) pieces &= is_vector<1, unsigned char>(row.mask, params.mask_strides.column);
+    return pieces;
+}
+
 // Bias and mask of a row at kCount neighbouring columns.
 template <int kCount>
 struct RowColumns {
@@ -70,13 +118,13 @@ struct RowColumns {
     Columns<Bias, kCount> biases;
     Columns<unsigned char, kCount> visible;
 
-    // `kVectors` asks for what has_vectors<kCount> has found to be so.
-    template <bool kVectors>
+    // `kReads` asks for what has_vectors<kCount> or has_pieces has found to be so.
+    template <Reads kReads>
     __device__ __forceinline__ void load(const AttentionParams& params, const BiasMaskRow& row, int column) {
         if constexpr (kBiasDtype != 0)
-            biases.template load<kVectors>(row.bias, params.bias_strides.column, column, row.last_column);
+            biases.template load<kReads>(row.bias, params.bias_strides.column, column, row.last_column);
         if constexpr (kHasMask)
-            visible.template load<kVectors>(row.mask, params.mask_strides.column, column, row.last_column);
+            visible.template load<kReads>(row.mask, params.mask_strides.column, column, row.last_column);
     }
 };
 

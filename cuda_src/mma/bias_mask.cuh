@@ -10,20 +10,26 @@ static_assert(kColumns <= 32, "hide_by_bias has a bit for each");
 
 // Rows on the way, and how they are read.
 struct ArrayRows {
-    bool vectors;  // all the warp's rows have them for this tile
+    Reads reads;  // of all the warp's rows for this tile
     RowColumns<kRun> ahead[kRowsAhead][kColumns / kRun];
 
     __device__ __forceinline__ void begin(const View& view) {
         const LogitRow& row = view.rows[view.lane % kRowsPerWarp].logit;
         const RowContext context = row_context(view.params, view.tile, row, view.n_begin);
-        vectors = __all_sync(0xffffffffu, has_vectors<kRun>(view.params, context));
+        // right either way: it only keeps what is read inside the arrays
+        const long long keys_beside = min(view.n_begin, view.tile.seqlen_k - view.n_begin - kWarpKeys);
+        const bool vectors = __all_sync(0xffffffffu, has_vectors<kRun>(view.params, context));
+        const bool pieces = __all_sync(0xffffffffu, has_pieces(view.params, context, keys_beside));
+        // right either way: another way to read the same
+        reads = vectors ? Reads::kVectors : pieces ? Reads::kPieces : Reads::kElements;
         fetch<kRowsAhead>(view, 0);
     }
 
     template <int kNumRows>
     __device__ __forceinline__ void fetch(const View& view, int first) {
-        if (vectors) fetch_rows<true, kNumRows>(view, first);
-        else fetch_rows<false, kNumRows>(view, first);
+        if (reads == Reads::kVectors) fetch_rows<Reads::kVectors, kNumRows>(view, first);
+        else if (kPieces && reads == Reads::kPieces) fetch_rows<Reads::kPieces, kNumRows>(view, first);
+        else fetch_rows<Reads::kElements, kNumRows>(view, first);
     }
 
     // Row r arrives during the products. A bias of 16 bits would be widened, and waited for, in the middle of them, if
@@ -36,16 +42,16 @@ struct ArrayRows {
         }
     }
 
-    template <bool kVectors, int kNumRows>
+    template <Reads kReads, int kNumRows>
     __device__ __forceinline__ void fetch_rows(const View& view, int first) {
 #pragma unroll
         for (int r = first; r < first + kNumRows; ++r) {
             // fence: few at a time
-            if (!kVectors) __syncwarp();  // addresses of elements take registers as well
+            if (kReads == Reads::kElements) __syncwarp();  // addresses of elements take registers as well
             const RowContext row = view.context(r);
 #pragma unroll
             for (int i = 0; i < kColumns; i += kRun)
-                ahead[r % kRowsAhead][i / kRun].template load<kVectors>(view.params, row, column_of(i, view.lane));
+                ahead[r % kRowsAhead][i / kRun].template load<kReads>(view.params, row, column_of(i, view.lane));
         }
     }
 };

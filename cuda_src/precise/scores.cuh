@@ -72,7 +72,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
             for (int i = 0; i < kColumns; i += 2) {
                 Accumulator logits[2] = {at(scores, r, i), at(scores, r, i + 1)};
                 RowColumns<2> columns;
-                columns.load<false>(params, row, place.column(i));
+                columns.load<Reads::kElements>(params, row, place.column(i));
                 scores_to_row_logits<true>(row, columns, place.column(i), logits);
                 at(scores, r, i) = logits[0], at(scores, r, i + 1) = logits[1];
             }
