@@ -38,18 +38,19 @@ _NOT_GIVEN = _Array(None, None)
 def _kernels() -> int:
     """List the tables of kernels."""
     for spec in KERNELS:
-        _print_row(spec, spec.max_head_dim, spec.features)
+        _print_row(spec, spec.features)
     for gated in GATED_KERNELS:
-        _print_row(gated, MAX_GATED_HEAD_DIM, ())
+        _print_row(gated, ())
     print("cpu: NumPy arrays, every feature")
     return 0
 
 
-def _print_row(spec: KernelSpec | GatedSpec, max_head_dim: int, features: Iterable[str]) -> None:
+def _print_row(spec: KernelSpec | GatedSpec, features: Iterable[str]) -> None:
+    of_v = isinstance(spec, GatedSpec) and spec.max_head_dim < MAX_GATED_HEAD_DIM
     print(f"{spec.name}: {spec.summary}")
     print(f"  operations  {', '.join(spec.operations)}")
     print(f"  dtypes      {', '.join(spec.dtypes)}")
-    print(f"  head_dim    1 to {max_head_dim}")
+    print(f"  head_dim    1 to {spec.max_head_dim}" + (f", of v 1 to {MAX_GATED_HEAD_DIM}" if of_v else ""))
     if features:
         print(f"  features    {', '.join(sorted(features))}")
     only = ", ".join(str(capability / 10) for capability in spec.capabilities)

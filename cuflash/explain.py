@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect as signatures
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .plan.gated import GatedPlan, gated_refusals, make_gated_plan
 from .plan.plan import Plan, make_plan, predict, refusals
 from .plan.table import CPU_KERNEL, Device, device_of
 from .problem import arrays
+from .problem.checks import parse_integer
 from .problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from .problem.describe_cache import describe_kv_cache
 from .problem.describe_gated import (
@@ -51,7 +52,9 @@ _GATED_ARRAYS = ("v_new", "h", "log_g_cumsum", "cu_seqlens", "log_g", "beta", "i
 _ARRAYS = (*ARRAYS, "k_cache", "v_cache", "workspace", *_GATED_ARRAYS)
 
 
-def explain(function: Callable[..., Any], *args: Any, device: int | None = None, **options: Any) -> Explanation:
+def explain(
+    function: Callable[..., Any], *args: Any, device: SupportsIndex | str | None = None, **options: Any
+) -> Explanation:
     """Say which kernel would serve a call, and why, without running it.
 
     Parameters
@@ -62,9 +65,9 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     *args, **options
         The call's arguments. Arrays may be stand-ins: any objects with ``shape`` and ``dtype``, and ``strides`` (bytes)
         where they are not C-contiguous.
-    device : int, optional
-        Compute capability (90 for 9.0) of a GPU to plan for; no GPU is needed then. Default: where the arrays are, and
-        for stand-ins the current GPU or, without one, the CPU.
+    device : int or str of digits, optional
+        Compute capability (90 for 9.0, "90" as CuPy's devices have it) of a GPU to plan for; no GPU is needed then.
+        Default: where the arrays are, and for stand-ins the current GPU or, without one, the CPU.
 
     Returns
     -------
@@ -83,7 +86,8 @@ def explain(function: Callable[..., Any], *args: Any, device: int | None = None,
     >>> cuflash.explain(cuflash.attention, x, x, x, causal=True, device=90).kernel
     'forward_wgmma'
     """
-    problem, gpu, _ = _describe("explain", function, args, options, device)
+    capability = None if device is None else _compute_capability(device)
+    problem, gpu, _ = _describe("explain", function, args, options, capability)
     chosen = settings()
     if gpu is None:
         check_settings(chosen)
@@ -167,10 +171,6 @@ def _describe(
             f"function is {got}, expected cuflash.{_LISTED}, before the arguments of the call: "
             f"{caller}(cuflash.attention, q, k, v, ...)"
         )
-    if capability is not None and (
-        not isinstance(capability, int) or isinstance(capability, bool) or not 50 <= capability < 1000
-    ):
-        raise ValueError(f"device is {capability!r}, expected a compute capability such as 90 for 9.0")
     check_options(function.__name__, options)
     try:
         bound = signatures.signature(function).bind(*args, **options).arguments
@@ -195,6 +195,17 @@ def _describe(
     from .gpu.launch import device_info
 
     return problem, device_info(device_id), device_id
+
+
+def _compute_capability(device: Any) -> int:
+    """Read it as CuPy spells it, too."""
+    expected = "a compute capability: an int such as 90 for 9.0, at least 50"
+    if isinstance(device, str) and device.isdecimal():
+        device = int(device)
+    capability = parse_integer("device", device, expected)
+    if not 50 <= capability < 1000:
+        raise ValueError(f"device is {capability}, expected {expected}")
+    return capability
 
 
 def _array_types() -> tuple[type, ...]:

@@ -7,10 +7,11 @@ one of each operation takes everything.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 from ..problem.arrays import FLOAT_NAMES, ITEMSIZE
+from ..problem.describe_gated import MAX_GATED_HEAD_DIM
 from ..problem.gated import GatedProblem, GatedTraits
 from ..settings import Settings
 from .build import Program
@@ -42,7 +43,7 @@ from .gated_tiles import (
     recurrent_tiles,
 )
 from .table import choose_row
-from .tiles import Device, blocks_in_shared_memory, round_up
+from .tiles import Device, blocks_in_shared_memory, no_tile, round_up
 
 CARRY, CHAIN, CUT = 0.84, 2.5, 12.0
 """In times of a chunk: one of which only what segments carry is wanted, a segment in the chain, and the launches of
@@ -71,6 +72,8 @@ class GatedSpec(NamedTuple):
     """Bytes per block."""
     vectors: bool
     """Whether it moves 16-byte vectors where arrays allow."""
+    max_head_dim: int = MAX_GATED_HEAD_DIM
+    """Of q and k; v has up to `MAX_GATED_HEAD_DIM`."""
     capabilities: tuple[int, ...] = ()
     """The only compute capabilities that it is for; (): all from the least one on."""
     limits: Callable[[GatedTraits, Device], str | None] = lambda traits, device: None
@@ -91,12 +94,13 @@ class GatedSpec(NamedTuple):
             return f"is for {known}, the device is {device.arch}"
         if traits.dtype not in self.dtypes:
             return f"dtype {traits.dtype} is not one of {', '.join(self.dtypes)}"
+        if traits.head_dim > self.max_head_dim:
+            return f"head_dim {traits.head_dim} is above {self.max_head_dim}"
         limit = self.limits(traits, device)
         if limit is not None:
             return limit
         if not self.tiles(traits, device):
-            head_dims = f"{traits.head_dim}/{traits.head_dim_v}"
-            return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
+            return no_tile(traits, device, partial(self.tiles, traits))
         return None
 
 
@@ -227,6 +231,7 @@ GATED_KERNELS = (
         macros=delta_wgmma_macros,
         shared_memory=delta_wgmma_shared_memory,
         vectors=True,
+        max_head_dim=128,
         capabilities=(90,),
         limits=delta_wgmma_limits,
         preparing="gated_prepare",

@@ -133,8 +133,6 @@ def delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 def delta_wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
     if not device.has_own_instructions:
         return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
-    if traits.head_dim > 128:
-        return f"head_dim {traits.head_dim} is above 128"
     if min(traits.input_alignment, traits.result_alignment) < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
     return None

@@ -18,6 +18,7 @@ from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
+from .tiles import no_tile
 from .tiles_decode import (
     decode_bucket,
     decode_cost,
@@ -161,8 +162,7 @@ class KernelSpec(NamedTuple):
         if limit is not None:
             return limit
         if not self.tiles(traits, device):
-            head_dims = f"{traits.head_dim}/{traits.head_dim_v}"
-            return f"no tile for head_dim {head_dims} fits {device.shared_memory_per_block} bytes of shared memory"
+            return no_tile(traits, device, partial(self.tiles, traits))
         return None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import NamedTuple
 
+from ..problem.gated import GatedTraits
 from ..problem.problem import Traits
 
 
@@ -62,6 +63,14 @@ class Tile(NamedTuple):
 def blocks_in_shared_memory(device: Device, size: int) -> int:
     """How many blocks of `size` bytes a multiprocessor holds; each takes 1 KiB for itself."""
     return (device.shared_memory_per_block + 1024) // (size + 1024)
+
+
+def no_tile(traits: Traits | GatedTraits, device: Device, tiles: Callable[[Device], Sized]) -> str:
+    """Say why there are no tiles of a kernel for a device: `tiles` finds them."""
+    roomy = device._replace(shared_memory_per_block=2**31 - 1)
+    memory = f"{device.shared_memory_per_block} bytes of shared memory"
+    what = memory if tiles(roomy) else f"the registers of a thread on {device.arch}"
+    return f"no tile for head_dim {traits.head_dim}/{traits.head_dim_v} fits {what}"
 
 
 def occupying_first(tiles: list[Tile], blocks: Callable[[Tile], int]) -> list[Tile]:

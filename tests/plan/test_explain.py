@@ -294,10 +294,17 @@ def test_varlen_errors_are_those_of_the_call(capability: int | None) -> None:
             explain(attention_varlen, x, x, x, wrong, device=capability)
 
 
-@pytest.mark.parametrize("wrong", [9.0, "sm_90", True, 9, -90, 1000, (9, 0)])
+@pytest.mark.parametrize("wrong", [9.0, "sm_90", "9.0", "", "-90", True, 9, "9", -90, 1000, (9, 0)])
 def test_device_is_a_compute_capability(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=r"device is .*, expected a compute capability such as 90 for 9\.0"):
+    words = r"device is .*, expected a compute capability: an int such as 90 for 9\.0, at least 50"
+    with pytest.raises((TypeError, ValueError), match=words):
         explain(attention, Q, Q, Q, device=wrong)
+
+
+@pytest.mark.parametrize("device", [np.int32(90), np.uint8(90), np.array(90), "90"])
+def test_device_as_other_libraries_have_it(device: Any) -> None:
+    found = explain(attention, Q, Q, Q, device=device).device
+    assert found == explain(attention, Q, Q, Q, device=90).device and type(found.compute_capability) is int
 
 
 @pytest.mark.parametrize("wrong", [None, "attention", np.matmul, print])

@@ -15,6 +15,7 @@ from cuflash.plan.names import kernel_names
 from cuflash.plan.table import CPU_KERNEL, KERNELS, device_of
 from cuflash.problem.arrays import DTYPES, FLOAT_NAMES, ITEMSIZE, ArrayInfo, contiguous_strides
 from cuflash.problem.describe_gated import (
+    MAX_GATED_HEAD_DIM,
     describe_chunk_gated_delta_rule,
     describe_chunk_gated_output,
     describe_recurrent_gated_delta_rule,
@@ -129,6 +130,15 @@ def test_rows_refuse_with_a_sentence(make: Callable[[], GatedProblem], capabilit
     assert GATED_KERNELS[0].refusal(problem.traits, device_of(capability)) == words
     with pytest.raises(ValueError, match=f"^kernel 'gated_output_mma' cannot serve this call: {re.escape(words)}$"):
         plan(problem, capability, "gated_output_mma")
+
+
+@rows
+def test_rows_serve_the_head_dims_that_they_name(spec: GatedSpec) -> None:
+    capability, most = spec.capabilities[0] if spec.capabilities else 90, spec.max_head_dim
+    for head_dim in (most, most + 1)[: 2 if most < MAX_GATED_HEAD_DIM else 1]:
+        problem = MAKE[spec.operations[0]](spec.dtypes[0], (head_dim, MAX_GATED_HEAD_DIM))
+        words = f"head_dim {head_dim} is above {most}" if head_dim > most else None
+        assert spec.refusal(problem.traits, device_of(capability)) == words
 
 
 @operations

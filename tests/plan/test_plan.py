@@ -494,6 +494,8 @@ def test_tile_that_does_not_fit_is_refused() -> None:
         make_plan(wide, small, Settings("", too_large, False))
 
 
+NEEDED = {1: 2**20, 2: 2**40}
+"""Bytes of shared memory that tiles of a row take, by head_dim_v: more than there are, and more than there could be."""
 narrow = KERNELS[-1]._replace(
     name="narrow",
     operations=("attention",),
@@ -501,7 +503,9 @@ narrow = KERNELS[-1]._replace(
     features=frozenset({"window"}),
     min_compute_capability=80,
     max_head_dim=128,
-    tiles=lambda traits, device: [] if traits.head_dim_v == 1 else KERNELS[-1].tiles(traits, device),
+    tiles=lambda traits, device: (
+        KERNELS[-1].tiles(traits, device) if device.shared_memory_per_block >= NEEDED.get(traits.head_dim_v, 0) else []
+    ),
 )
 
 
@@ -520,7 +524,8 @@ narrow = KERNELS[-1]._replace(
             90,
             "does not implement bias, sinks, out_dtype",
         ),
-        (lambda: dense(gpu((1, 5, 64)), v=gpu((1, 5, 1))), 90, "no tile for head_dim 64/1 fits 232448 bytes"),
+        (lambda: dense(gpu((1, 5, 64)), v=gpu((1, 5, 1))), 90, "no tile for head_dim 64/1 fits 232448 bytes of shared"),
+        (lambda: dense(gpu((1, 5, 64)), v=gpu((1, 5, 2))), 90, "no tile for head_dim 64/2 fits the registers of a"),
     ],
 )
 def test_rows_refuse_with_a_sentence(
@@ -539,6 +544,16 @@ def test_rows_refuse_with_a_sentence(
     assert make_plan(problem, device, AUTOMATIC).kernel == KERNELS[-1].name
     with pytest.raises(ValueError, match=f"kernel 'narrow' cannot serve this call: {words}"):
         make_plan(problem, device, Settings("narrow", "", False))
+
+
+def test_what_the_tiles_of_wide_heads_lack() -> None:
+    """float32 by pairs of float16: registers on newer GPUs, shared memory on smaller ones."""
+    for head_dim, capability, words in (
+        (256, 100, "the registers of a thread on sm_100"),
+        (512, 86, "101376 bytes of shared memory"),
+    ):
+        with pytest.raises(ValueError, match=f"no tile for head_dim {head_dim}/{head_dim} fits {words}$"):
+            make_plan(square("float32", head_dim), device_of(capability), Settings("precise_float32", "", False))
 
 
 (wmma,) = (spec for spec in KERNELS if spec.name == "forward_wmma")

@@ -19,6 +19,7 @@ from cuflash.explain import FUNCTIONS
 from cuflash.plan.gated import GATED_KERNELS
 from cuflash.plan.table import KERNELS
 from cuflash.problem.arrays import FLOAT_NAMES
+from cuflash.problem.describe_gated import MAX_GATED_HEAD_DIM
 
 OPERATIONS = ("attention", "KV cache", "gated delta rule")
 """What the doctor tries out."""
@@ -63,7 +64,12 @@ def test_kernels() -> None:
         assert ", ".join(spec.dtypes) in done.stdout and f"1 to {spec.max_head_dim}" in done.stdout
     for gated in GATED_KERNELS:
         assert f"{gated.name}: {gated.summary}\n  operations  {', '.join(gated.operations)}\n" in done.stdout
-        row = done.stdout.partition(f"{gated.name}: ")[2].partition("GPUs  ")[2].splitlines()[0]
+        of_v = "" if gated.max_head_dim == MAX_GATED_HEAD_DIM else f", of v 1 to {MAX_GATED_HEAD_DIM}"
+        head_dim, row = (
+            done.stdout.partition(f"{gated.name}: ")[2].partition(name)[2].splitlines()[0].strip()
+            for name in ("head_dim  ", "GPUs  ")
+        )
+        assert head_dim == f"1 to {gated.max_head_dim}{of_v}"
         assert row.endswith(" and newer") == (not gated.capabilities), row
     assert "cpu: NumPy arrays, every feature\n" in done.stdout
 
