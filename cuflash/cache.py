@@ -15,7 +15,7 @@ from .kv_cache import attention_with_kv_cache
 from .problem.arrays import DTYPE_NAMES, FLOAT_NAMES, inspect
 from .problem.checks import MAX_HEAD_DIM
 from .problem.pages import Pages
-from .problem.signatures import Causal, FloatDtype
+from .problem.signatures import Causal, FloatDtype, explains_unknown_names
 from .problem.slots import Numbers, Slots, integer_of, slice_of, slot_numbers
 
 _HELD_HERE = ("seqlens_k", "page_table")
@@ -109,6 +109,7 @@ class KVCache:
     lengths: Any
     page_table: Any
 
+    @explains_unknown_names
     def __init__(
         self,
         num_slots: SupportsIndex,

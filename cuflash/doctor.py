@@ -22,7 +22,7 @@ from .options import options
 from .plan.gated import GATED_KERNELS
 from .plan.table import KERNELS
 from .problem.arrays import DTYPES, FLOAT_NAMES
-from .settings import KNOBS, num_threads, read, settings, unknown
+from .settings import KNOBS, misspelt, num_threads, read, settings
 
 LARGEST_ERROR = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6, "float64": 1e-14}
 """Of a healthy back end, relative, by dtype."""
@@ -146,7 +146,7 @@ def _verdict(gpus: _Gpus, failed: list[str]) -> str:
     for variable, value in (("CUFLASH_KERNEL", chosen.kernel), ("CUFLASH_TILE", chosen.tile)):
         if value:
             verdict += f"; but {variable}={value} is set, and calls that it cannot serve raise"
-    return verdict
+    return verdict + "".join(f"; but {line}" for line in misspelt())
 
 
 def _show_config(gpus: _Gpus) -> None:
@@ -164,8 +164,8 @@ def _show_config(gpus: _Gpus) -> None:
     print("settings:")
     for knob in KNOBS:
         print(f"  {f'{knob.variable}={read(knob.variable)}':<24}  {knob.meaning}")
-    for variable in unknown():
-        print(f"  {variable}: is set, but there is no such setting")
+    for line in misspelt():
+        print(f"  {line}")
 
 
 def _look_for_gpus() -> _Gpus:

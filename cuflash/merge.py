@@ -11,6 +11,7 @@ from .log import DEBUG, is_enabled, log_call
 from .plan.table import CPU_KERNEL
 from .problem.arrays import HOST
 from .problem.parts import describe_parts
+from .problem.signatures import explains_unknown_names
 from .settings import settings
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ def merge_attention_states(
 ) -> tuple[NumpyArray, Any]: ...
 @overload
 def merge_attention_states(outs: AnyArray | Sequence[AnyArray], lses: AnyArray | Sequence[AnyArray]) -> Pair: ...
+@explains_unknown_names
 def merge_attention_states(outs: Any, lses: Any) -> Any:
     r"""Merge results of attention over disjoint sets of keys into that over all of them.
 
@@ -37,6 +39,10 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
     by default ``Nk - Nq``. With as many queries as keys, or from the top left, that is ``causal=True,
     query_offset=-start``. Left out, the last query would stand at the last key of each part, which is a valid call too:
     no error can tell.
+
+    .. warning::
+       The first axis of an array counts the parts. ``merge_attention_states(out, lse)`` with the result of one call is
+       silently a valid input that merges over its batches or heads: pass ``[out], [lse]``, sequences of the parts.
 
     Parameters
     ----------

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from contextvars import ContextVar
 from types import TracebackType
 
 import numpy as np
 
 from .plan.names import kernel_names
-from .settings import ENVIRONMENT, Settings, current, num_threads, read
+from .problem.signatures import explains_unknown_names
+from .settings import ENVIRONMENT, Settings, current, misspelt, num_threads, read
 
 _OPEN: ContextVar[tuple[options, ...]] = ContextVar("cuflash_options_open", default=())
 """The `options()` that this context is inside, outermost first; an object may be in it several times."""
@@ -30,7 +32,7 @@ def _check_tile(name: str, tile: str) -> None:
 
 
 def check_environment() -> None:
-    """Raise a ValueError that names a variable which no call could use."""
+    """Raise a ValueError that names a variable which no call could use; warn of those that nothing reads."""
     _check_kernel("CUFLASH_KERNEL", ENVIRONMENT.kernel)
     _check_tile("CUFLASH_TILE", ENVIRONMENT.tile)
     if read("CUFLASH_LOG") not in ("", "0", "1"):
@@ -39,6 +41,8 @@ def check_environment() -> None:
     if folder and os.path.exists(folder) and not os.path.isdir(folder):
         raise ValueError(f"CUFLASH_DUMP is {folder!r}, which is a file, expected a folder")
     num_threads()
+    for line in misspelt():
+        warnings.warn(line, stacklevel=4)  # at whoever imports the package
 
 
 class options:
@@ -83,6 +87,7 @@ class options:
     (2, 8, 16)
     """
 
+    @explains_unknown_names
     def __init__(self, *, kernel: str | None = None, tile: str | None = None, log: bool | None = None) -> None:
         for name, value in (("kernel", kernel), ("tile", tile)):
             if value is not None and not isinstance(value, str):

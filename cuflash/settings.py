@@ -1,7 +1,8 @@
 """Every CUFLASH_* environment variable, and what holds for a call: `options()` overrides some of them for a while.
 
 CUFLASH_KERNEL, CUFLASH_TILE and CUFLASH_LOG are read once, at import: looking them up would cost more than the rest of
-a call's bookkeeping. The others are read when they are needed. A value that no call could use fails at import.
+a call's bookkeeping. The others are read when they are needed. A value that no call could use fails at import,
+and a variable that is none of them is a warning there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ KNOBS = (
     Knob("CUFLASH_DUMP", "", "folder into which the source of every kernel is written that is loaded"),
     Knob("CUFLASH_NUM_THREADS", "", "threads of the NumPy back end; default: the usable cores"),
 )  # fmt: skip
+_PREFIX = "CUFLASH_"
 _DEFAULTS = {knob.variable: knob.default for knob in KNOBS}
 
 
@@ -39,9 +41,19 @@ def read(variable: str) -> str:
     return os.environ.get(variable, _DEFAULTS[variable])
 
 
-def unknown() -> list[str]:
-    """CUFLASH_* variables that are set and read by nothing here: misspelt ones."""
-    return sorted(name for name in os.environ if name.startswith("CUFLASH_") and name not in _DEFAULTS)
+def misspelt() -> list[str]:
+    """Name CUFLASH_* variables that are set and read by nothing here, and the settings that they resemble."""
+    found = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in _DEFAULTS)
+    if not found:
+        return []
+    from difflib import get_close_matches
+
+    known = [name.removeprefix(_PREFIX) for name in _DEFAULTS]
+    close = [get_close_matches(name.removeprefix(_PREFIX).upper(), known, n=1) for name in found]
+    return [
+        f"{name} is set, and there is no such setting" + "".join(f" (did you mean {_PREFIX}{x}?)" for x in alike)
+        for name, alike in zip(found, close, strict=True)
+    ]
 
 
 def num_threads(useful: int | None = None) -> int:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sized
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import numpy as np
@@ -214,6 +215,14 @@ _OUR_NAMES_BESIDE = {
     },
     "log_g": {"g": "log_g, the natural logarithm of each token's gate"},
     "log_g_cumsum": {"g": "log_g_cumsum, the natural logarithm of the gates, cumulated inside each chunk"},
+    "page_size": {
+        "block_size": "page_size",
+        "max_batch_size": "num_slots",
+        "max_cache_len": "capacity",
+        "max_seq_len": "capacity",
+        "num_blocks": "num_pages",
+        "num_key_value_heads": "num_heads_kv",
+    },
     "state": {"initial_state": "state, which is updated in place"},
 }
 """The same for functions that have a certain parameter, where a name means another thing elsewhere."""
@@ -260,6 +269,23 @@ def explains_unknown_options(function: Function) -> Function:
     return function
 
 
+def explains_unknown_names(function: Function) -> Function:
+    """Refuse named arguments that a function does not have with the same hints; a class by its `__init__`.
+
+    A call more, for what is not called by the thousand: such functions have no defaults for what a call must have.
+    """
+    name = function.__qualname__.removesuffix(".__init__")
+    known = _parameters[name] = frozenset(inspect.signature(function).parameters) - {"self"}
+
+    @wraps(function)
+    def checked(*args: Any, **given: Any) -> Any:
+        if not known.issuperset(given):
+            check_options(name, given)
+        return function(*args, **given)
+
+    return checked  # type: ignore[return-value]
+
+
 def _without_unknown(signature: inspect.Signature) -> list[inspect.Parameter]:
     hidden = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
     return [x for x in signature.parameters.values() if x.kind not in hidden]
@@ -292,15 +318,20 @@ def _hint(name: str, known: frozenset[str]) -> str:
     for parameter, names in _OUR_NAMES_BESIDE.items():
         if parameter in known and name in names:
             return f"cuflash calls it {names[name]}"
-    if name in _NOT_NEEDED:
+    kind = _kind(known)
+    if kind["q"] and name in _NOT_NEEDED:
         return _NOT_NEEDED[name]
-    is_softmax = "causal" in known
-    if is_softmax and name in _OUR_NAMES:
+    if kind["causal"] and name in _OUR_NAMES:
         return f"cuflash calls it {_OUR_NAMES[name]}"
-    alike = {function: x for function, x in _parameters.items() if name in x and ("causal" in x) == is_softmax}
+    alike = {function: x for function, x in _parameters.items() if name in x and _kind(x) == kind}
     if alike:
         return f"{max(alike, key=lambda function: len(alike[function] & known))} takes it"
     from difflib import get_close_matches
 
     close = get_close_matches(name.lower(), sorted(known), n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(known - {'q', 'k', 'v'}))}"
+
+
+def _kind(parameters: frozenset[str]) -> dict[str, bool]:
+    """What functions have in common whose options are mixed up: attention, the delta rule, what computes neither."""
+    return {name: name in parameters for name in ("q", "causal")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,13 @@ OUT, LSE = np.zeros((2, 5, 16), np.float32), np.zeros((2, 5), np.float32)
 def test_errors(outs: Any, lses: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         cuflash.merge_attention_states(outs, lses)
+
+
+@pytest.mark.parametrize(("name", "hint"), [("lse", "did you mean lses"), ("axis", "expected one of lses, outs")])
+def test_unknown_options(name: str, hint: str) -> None:
+    words = re.escape(f"merge_attention_states() got an unexpected keyword argument {name!r}; {hint}")
+    with pytest.raises(TypeError, match=words):
+        cuflash.merge_attention_states(OUT, **{name: LSE})
 
 
 @pytest.mark.gpu

@@ -191,7 +191,15 @@ def test_options_in_a_suspended_generator() -> None:
         ({"tile": (64, 64)}, TypeError, "tile is (64, 64) (tuple), expected a str"),
         ({"log": 1}, TypeError, "log is 1 (int), expected a bool"),
         ({"log": "yes"}, TypeError, "log is 'yes' (str), expected a bool"),
-        ({"threads": 3}, TypeError, "threads"),
+        *(
+            ({name: 3}, TypeError, f"options() got an unexpected keyword argument {name!r}; {hint}")
+            for name, hint in {
+                "kernal": "did you mean kernel?",
+                "Tile": "did you mean tile?",
+                "threads": "expected one of kernel, log, tile",
+                "page_size": "KVCache takes it",
+            }.items()
+        ),
     ],
 )
 def test_wrong_options_raise_at_once(wrong: dict[str, Any], error: type[Exception], words: str) -> None:

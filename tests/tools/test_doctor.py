@@ -44,14 +44,16 @@ def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
         assert line.split() == [f"{knob.variable}={value}", *knob.meaning.split()]
 
 
-def test_show_config_names_misspelt_settings(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_misspelt_settings_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_driver: None
 ) -> None:
-    cuflash.show_config()
+    assert cli.main(["doctor"]) == 0
     assert "no such setting" not in capsys.readouterr().out
     monkeypatch.setenv("CUFLASH_THREADS", "3")
-    cuflash.show_config()
-    assert "  CUFLASH_THREADS: is set, but there is no such setting\n" in capsys.readouterr().out
+    assert cli.main(["doctor"]) == 0
+    words = "CUFLASH_THREADS is set, and there is no such setting (did you mean CUFLASH_NUM_THREADS?)"
+    printed = capsys.readouterr().out
+    assert f"\n  {words}\n" in printed and printed.splitlines()[-1].endswith(f"; but {words}")
 
 
 def test_show_config_says_why_there_is_no_gpu(capsys: pytest.CaptureFixture[str], no_driver: None) -> None:

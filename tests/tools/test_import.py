@@ -174,6 +174,21 @@ def test_unknown_compile_mode_is_a_warning(value: str) -> None:
     assert "<string>" in done.stderr, "the warning must point at the program's own import"
 
 
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("CUFLASH_KERNAL", " (did you mean CUFLASH_KERNEL?)"),
+        ("CUFLASH_Threads", " (did you mean CUFLASH_NUM_THREADS?)"),
+        ("CUFLASH_SPEED", ""),
+    ],
+)
+def test_misspelt_settings_are_a_warning(variable: str, hint: str) -> None:
+    done = python(f"{WITHOUT_DRIVER}\nimport cuflash, numpy\n{WORKS}", **{variable: "1"})
+    words = f"UserWarning: {variable} is set, and there is no such setting{hint}\n"
+    assert done.stderr.count(words) == done.stderr.count("Warning") == 1
+    assert "<string>" in done.stderr, "the warning must point at the program's own import"
+
+
 class Usual:
     """A contiguous array of a call that programs make."""
 
