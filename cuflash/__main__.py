@@ -262,6 +262,17 @@ def _add_gated(add: Callable[..., Any]) -> None:
     add("--chunk-size", type=int, metavar="N")
 
 
+def _joined(arguments: list[str]) -> list[str]:
+    """Write `--window -1,0` as `--window=-1,0`: argparse would take the value for another option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and re.fullmatch("--[a-z-]+", joined[-1]) and re.match("-[0-9]", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run a subcommand; return the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
@@ -283,7 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
         from .demo.command import main as demo
 
         return demo(arguments[1:])
-    parsed = vars(parser.parse_args(arguments))
+    parsed = vars(parser.parse_args(_joined(arguments)))
     command = parsed.pop("command")
     if command == "doctor":
         return doctor()

@@ -20,12 +20,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..cpu.execute import check_settings
 from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
 from ..plan.names import kernel_names
+from ..plan.table import CPU_KERNEL
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.describe import describe_attention
-from ..settings import num_threads
+from ..settings import num_threads, settings
 from . import cases as case_table
 from . import report as reports
 from . import sweep
@@ -35,7 +37,7 @@ from .cases import DEFAULT_GROUPS, GROUPS, OVERHEADS, Case
 from .device import GpuBackend, NumpyBackend, measure_limits
 from .gated import GatedCase
 from .inputs import AnyCase, stand_ins
-from .measure import Peer, Request, compile_ahead, measure
+from .measure import Peer, Request, chosen, compile_ahead, measure
 from .overheads import SmallCalls, overheads
 
 QUICK_SECONDS = 20.0
@@ -288,6 +290,9 @@ def main(args: list[str]) -> int:
         choose_backend("numpy" if name == "numpy" else "cupy")
         check_outputs(arguments)
         options(tile=arguments.tile)  # refuses what is no tile
+        if name == "numpy":
+            with chosen(CPU_KERNEL if arguments.kernel == "all" else arguments.kernel, arguments.tile):
+                check_settings(settings())
         cases, extras = choose_cases(arguments, name)
         peers = load_peers(arguments.peers, name, arguments.only_peers)
     except (RuntimeError, TypeError, ValueError) as error:

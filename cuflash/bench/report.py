@@ -255,7 +255,7 @@ def summary(report: Report) -> str:
     """The last lines on the terminal: counts, each kernel against its limit, against the best peer, overheads."""
     problems = report["problems"]
     wrong = [problem["name"] for problem in problems if bad(problem)]
-    lines = ["summary:", f"  {len(problems)} problems, {len(wrong)} wrong or failed"]
+    lines = ["summary:", f"  {len(problems)} problem{'s' * (len(problems) != 1)}, {len(wrong)} wrong or failed"]
     if not report["verified"]:
         lines.append("  results were not checked (--no-verify)")
     lines += [f"  WRONG OR FAILED: {name}" for name in wrong]

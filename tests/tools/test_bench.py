@@ -477,9 +477,10 @@ def test_every_row_of_the_table_can_be_asked_for() -> None:
     assert Request("all").kernels("numpy", SMALL) == ["cpu"] and Request().kernels("gpu", SMALL) == [""]
 
 
-@pytest.mark.parametrize("pinned", [["--kernel", KERNELS[-1].name], ["--tile", "64x64"]])
-def test_kernel_that_serves_nothing_is_an_error(pinned: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main([*SMALL_OPTIONS, *pinned, "--peers", "none"]) == 1
+def test_kernel_that_serves_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with cuflash.options(kernel=KERNELS[-1].name):
+        report = bench.run([SMALL], (), NumpyBackend(), Request(), bench.Peers({}))
+    assert bench.status(report) == 1
     captured = capsys.readouterr()
     assert "not measured: " in captured.out and "cannot serve this call" in captured.out
     assert captured.err == "nothing was measured: no kernel serves these problems\n"
@@ -581,6 +582,9 @@ def test_peers_compute_attention(case: Case) -> None:
         (["--peers", "no_such_file.py"], "--peers no_such_file.py: FileNotFoundError"),
         (["--peers", "json"], "--peers json: AttributeError"),
         (["--tile", "banana"], "tile is 'banana', expected rows x keys"),
+        (["--tile", "64x64"], "tile '64x64' cannot serve this call: the NumPy back end has no choice of tile"),
+        (["--kernel", "all", "--tile", "64x64"], "the NumPy back end has no choice of tile"),
+        (["--kernel", "forward_mma"], "kernel 'forward_mma' cannot serve this call: it needs GPU arrays"),
         (["--backend", "tpu"], "argument --backend: invalid choice: 'tpu'"),
     ],
 )
@@ -647,7 +651,7 @@ def test_writes_json_markdown_and_a_picture(tmp_path: Path, capsys: pytest.Captu
     assert text == reports.markdown(report) + "\n", "tables can be made again from what is stored"
     assert files[2].read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "plan: cpu, " in printed and printed.rpartition("summary:\n")[2].startswith("  1 problems, 0 wrong")
+    assert "plan: cpu, " in printed and printed.rpartition("summary:\n")[2].startswith("  1 problem, 0 wrong")
 
 
 def test_picture_of_many_problems(tmp_path: Path) -> None:
