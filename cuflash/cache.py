@@ -1,22 +1,25 @@
-"""`KVCache`: keys and values that are kept from call to call, and the accounts of whose they are.
+"""`KVCache`: keys and values that are kept from call to call, and its checks; what it holds is a `CacheMemory`.
 
 What is decided - lengths, and which pages a slot has - is known on the host; arrays on the device are only written.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
+from .cache_memory import CacheMemory, array_module_of, float_dtype_of
 from .kv_cache import attention_with_kv_cache
-from .problem.arrays import DTYPE_NAMES, FLOAT_NAMES, inspect
+from .problem.arrays import inspect
 from .problem.checks import MAX_HEAD_DIM
 from .problem.pages import Pages
 from .problem.signatures import Causal, FloatDtype, explains_unknown_names
-from .problem.slots import Numbers, Slots, integer_of, slice_of, slot_numbers
+from .problem.slots import Slots, integer_of, slice_of, slot_numbers
+
+if TYPE_CHECKING:
+    from .problem.signatures import AnyArray, NumpyArray, Pair, SlotOptions, SlotResults, Unpack, WithoutLse
 
 _HELD_HERE = ("seqlens_k", "page_table")
 
@@ -124,65 +127,86 @@ class KVCache:
         dtype: FloatDtype = np.float16,
         xp: ModuleType | None = None,
     ) -> None:
-        self._num_slots = integer_of("num_slots", num_slots, 1)
-        self._num_heads = integer_of("num_heads_kv", num_heads_kv, 1)
-        self._head_dim = integer_of("head_dim", head_dim, 1, MAX_HEAD_DIM)
-        self._head_dim_v = self._head_dim
+        slots, heads = integer_of("num_slots", num_slots, 1), integer_of("num_heads_kv", num_heads_kv, 1)
+        features = features_v = integer_of("head_dim", head_dim, 1, MAX_HEAD_DIM)
         if head_dim_v is not None:
-            self._head_dim_v = integer_of("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
-        self._capacity = integer_of("capacity", capacity, 1)
-        count, size = integer_of("num_layers", num_layers, 1), None
-        if page_size is not None:
-            size = integer_of("page_size", page_size, 1)
-            most = -(-self._capacity // size)
-            number = self._num_slots * most
-            if num_pages is not None:
-                number = integer_of("num_pages", num_pages, 1)
-        elif num_pages is not None:
+            features_v = integer_of("head_dim_v", head_dim_v, 1, MAX_HEAD_DIM)
+        room, layers = integer_of("capacity", capacity, 1), integer_of("num_layers", num_layers, 1)
+        size = None if page_size is None else integer_of("page_size", page_size, 1)
+        if size is None and num_pages is not None:
             raise ValueError(f"num_pages is {num_pages} but page_size is None, expected both or no num_pages")
-        self._dtype = _float_dtype(dtype)
-        self._xp = _array_module(xp)
-        rows = (self._num_slots, self._num_heads, self._capacity) if size is None else (number, self._num_heads, size)
-        self.keys = [self._xp.empty((*rows, self._head_dim), self._dtype) for _ in range(count)]
-        self.values = [self._xp.empty((*rows, self._head_dim_v), self._dtype) for _ in range(count)]
-        self._written_lengths = self._xp.zeros((self._num_slots,), np.int32)
-        self.lengths = _to_be_read(self._written_lengths)
-        self._lengths = [0] * self._num_slots
-        self._pages: Pages | None = None
-        self.page_table = None
+        number = None if num_pages is None else integer_of("num_pages", num_pages, 1)
+        kind, module, pages = float_dtype_of(dtype), array_module_of(xp), None
         if size is not None:
-            self._pages = Pages(self._num_slots, most, number, size)
-            self._written_table = self._xp.empty(self._pages.table.shape, np.int32)
-            self._written_table[...] = -1
-            self.page_table = _to_be_read(self._written_table)
-        # What is known until lengths or pages change: all layers ask the same.
-        self._reserved: set[tuple[Numbers, int]] = set()
-        self._views: dict[Numbers, tuple[Any, Any]] = {}
+            most = -(-room // size)
+            pages = Pages(slots, most, slots * most if number is None else number, size)
+        self._memory = CacheMemory(slots, heads, room, (features, features_v), layers, kind, module, pages)
+        self.keys, self.values = self._memory.keys, self._memory.values
+        self.lengths, self.page_table = self._memory.lengths, self._memory.page_table
 
     @property
     def num_free_pages(self) -> int | None:
         """Pages that no slot uses; None without pages."""
-        return None if self._pages is None else len(self._pages.free)
+        return None if self._memory.pages is None else len(self._memory.pages.free)
 
     @property
     def num_keys(self) -> tuple[int, ...]:
         """Keys that each slot has, as the host knows them: for positions of new tokens, without waiting for a GPU."""
-        return tuple(self._lengths)
+        return tuple(self._memory.num_keys)
 
     def __repr__(self) -> str:
-        features = f"head_dim {self._head_dim}"
-        if self._head_dim_v != self._head_dim:
-            features += f", head_dim_v {self._head_dim_v}"
-        pages = ""
-        if self._pages is not None:
-            free = len(self._pages.free)
-            pages = f"pages of {self._pages.size}: {len(self._pages.users) - free} used, {free} free, "
-        size = sum(x.nbytes for x in (*self.keys, *self.values))
-        return (
-            f"KVCache({self._num_slots} slots, {len(self.keys)} layers, {self._num_heads} heads, {features}, "
-            f"{DTYPE_NAMES[self._dtype]}, capacity {self._capacity}, {pages}{size} bytes)"
-        )
+        return f"KVCache({self._memory})"
 
+    # fmt: off
+    @overload
+    def attention(
+        self, q: NumpyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: Literal[False] = False, lse: None = None,
+        **options: Unpack[SlotOptions],
+    ) -> NumpyArray | WithoutLse: ...
+    @overload
+    def attention(
+        self, q: NumpyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: Literal[True], lse: AnyArray | None = None,
+        **options: Unpack[SlotOptions],
+    ) -> tuple[NumpyArray, Any]: ...
+    @overload
+    def attention(
+        self, q: NumpyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: bool = False, lse: AnyArray,
+        **options: Unpack[SlotOptions],
+    ) -> tuple[NumpyArray, Any]: ...
+    @overload
+    def attention(
+        self, q: NumpyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: bool, lse: None = None,
+        **options: Unpack[SlotOptions],
+    ) -> NumpyArray | WithoutLse | tuple[NumpyArray, Any]: ...
+    @overload
+    def attention(
+        self, q: AnyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: Literal[False] = False, lse: None = None,
+        **options: Unpack[SlotResults],
+    ) -> Any | WithoutLse: ...
+    @overload
+    def attention(
+        self, q: AnyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: Literal[True], lse: AnyArray | None = None,
+        **options: Unpack[SlotResults],
+    ) -> Pair: ...
+    @overload
+    def attention(
+        self, q: AnyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: bool = False, lse: AnyArray,
+        **options: Unpack[SlotResults],
+    ) -> Pair: ...
+    @overload
+    def attention(
+        self, q: AnyArray, k_new: AnyArray | None = None, v_new: AnyArray | None = None,
+        *, layer: SupportsIndex = 0, slots: Slots = None, return_lse: bool, lse: None = None,
+        **options: Unpack[SlotResults],
+    ) -> Any | WithoutLse | Pair: ...
+    # fmt: on
     def attention(
         self,
         q: Any,
@@ -226,8 +250,9 @@ class KVCache:
         TypeError, ValueError
             As in `attention_with_kv_cache`; for more keys than a slot has room for, or there are free pages for.
         """
-        numbers = slot_numbers("slots", slots, self._num_slots)
-        if self._pages is None and type(numbers) is tuple:
+        memory = self._memory
+        numbers = slot_numbers("slots", slots, memory.num_slots)
+        if memory.pages is None and type(numbers) is tuple:
             raise ValueError(
                 f"slots is a {type(slots).__name__}, expected None, an int or a slice: rows of a contiguous cache "
                 "could not be written in place; with page_size any slots will do"
@@ -237,10 +262,10 @@ class KVCache:
             if name in options:
                 raise TypeError(f"KVCache.attention() got {name}, expected no such option: it is the cache's own")
         num_new = self._num_new(q, k_new, len(numbers))
-        planned = self._reserve(f"k_new has {num_new} keys", num_new, numbers)
-        lengths, table = self._view(numbers)
+        planned = memory.reserve(f"k_new has {num_new} keys", num_new, numbers)
+        lengths, table = memory.view(numbers)
         k, v = self.keys[at], self.values[at]
-        if self._pages is None and numbers != range(self._num_slots):
+        if memory.pages is None and numbers != range(memory.num_slots):
             k, v = k[slice_of(numbers)], v[slice_of(numbers)]
         try:
             return attention_with_kv_cache(
@@ -248,7 +273,7 @@ class KVCache:
             )
         except Exception:
             # Other arguments are checked there: if one is refused, no page was taken.
-            self._give_back(planned)
+            memory.give_back(planned)
             raise
 
     def advance(self, num_new: SupportsIndex, slots: Slots = None) -> None:
@@ -265,28 +290,19 @@ class KVCache:
         TypeError, ValueError
             For more keys than a slot has room for, or has pages for.
         """
-        count, numbers = integer_of("num_new", num_new, 0), slot_numbers("slots", slots, self._num_slots)
-        self._check_room(f"num_new is {count}", count, numbers)
-        pages = self._pages
-        for slot in numbers if pages is not None else ():
-            assert pages is not None, "there are slots to look at"
-            room = pages.held[slot] * pages.size - self._lengths[slot]
+        memory = self._memory
+        count, numbers = integer_of("num_new", num_new, 0), slot_numbers("slots", slots, memory.num_slots)
+        memory.check_room(f"num_new is {count}", count, numbers)
+        for slot in numbers if memory.pages is not None else ():
+            assert memory.pages is not None, "there are slots to look at"
+            room = memory.pages.held[slot] * memory.pages.size - memory.num_keys[slot]
             if count > room:
                 raise ValueError(
                     f"num_new is {count} but slot {slot} has pages for {room} further keys, expected no more than were "
                     "appended by attention() or reserved"
                 )
-        if not count or not numbers:
-            return
-        for slot in numbers:
-            self._lengths[slot] += count
-        if isinstance(numbers, range):
-            with self._on_device():
-                part = self._written_lengths[slice_of(numbers)]
-                part += count
-            self._forget()
-        else:
-            self._write_lengths()
+        if count and numbers:
+            memory.grow(numbers, count)
 
     def reserve(self, num_new: SupportsIndex, slots: Slots = None) -> None:
         """Make sure of pages for further keys, so that appending them needs no change of the table.
@@ -303,7 +319,7 @@ class KVCache:
             For more keys than a slot has room for, or there are free pages for; no slot has more pages then.
         """
         count = integer_of("num_new", num_new, 0)
-        self._reserve(f"num_new is {count}", count, slot_numbers("slots", slots, self._num_slots))
+        self._memory.reserve(f"num_new is {count}", count, slot_numbers("slots", slots, self._memory.num_slots))
 
     def fork(self, source: SupportsIndex, targets: Slots) -> None:
         """Make slots copies of another one, whatever they held before.
@@ -322,30 +338,14 @@ class KVCache:
         TypeError, ValueError
             If `source` is among `targets`, or there are too few free pages, those of `targets` included.
         """
-        origin = integer_of("source", source, 0, self._num_slots - 1)
+        num_slots = self._memory.num_slots
+        origin = integer_of("source", source, 0, num_slots - 1)
         if targets is None:
             raise TypeError("targets is None, expected an int, a slice or a sequence of int")
-        numbers, length, pages = slot_numbers("targets", targets, self._num_slots), self._lengths[origin], self._pages
+        numbers = slot_numbers("targets", targets, num_slots)
         if origin in numbers:
             raise ValueError(f"targets has slot {origin}, expected other slots than source")
-        if pages is None:
-            for slot in numbers:
-                self._copy(slot, origin, length)
-        else:
-            full, rows = divmod(length, pages.size)
-            needed, free = len(numbers) if rows else 0, len(pages.free) + pages.used_only_by(numbers)
-            if needed > free:
-                raise ValueError(
-                    f"targets has {needed} slots, each with a page of its own, but only {free} of {len(pages.users)} "
-                    "pages are free or theirs; expected no more slots than that"
-                )
-            for slot in numbers:
-                pages.release(slot, 0)
-            for slot in numbers:
-                pages.share(origin, slot, full)
-                if rows:
-                    self._copy(pages.take(slot, full), int(pages.table[origin, full]), rows)
-        self._set_lengths(numbers, [length] * len(numbers))
+        self._memory.share(origin, numbers)
 
     def truncate(self, length: SupportsIndex, slots: Slots = None) -> None:
         """Drop the keys behind a length, and return pages behind it that nobody else uses, reserved ones too.
@@ -356,12 +356,8 @@ class KVCache:
             Keys that each of the slots keeps; one that has fewer keeps them all.
         slots : None, int, slice or sequence of int, optional
         """
-        kept, numbers = integer_of("length", length, 0), slot_numbers("slots", slots, self._num_slots)
-        lengths = [min(self._lengths[slot], kept) for slot in numbers]
-        if self._pages is not None:
-            for slot, kept in zip(numbers, lengths, strict=True):
-                self._pages.release(slot, -(-kept // self._pages.size))
-        self._set_lengths(numbers, lengths)
+        kept, numbers = integer_of("length", length, 0), slot_numbers("slots", slots, self._memory.num_slots)
+        self._memory.truncate(kept, numbers)
 
     def free(self, slots: Slots = None) -> None:
         """Make slots empty, and return pages that nobody else uses.
@@ -379,127 +375,10 @@ class KVCache:
             raise ValueError(f"q has batch {shape[0]}, expected {batch}, one for each of the slots")
         if k_new is None:
             return 0
-        shape = tuple(getattr(k_new, "shape", ()))
-        if len(shape) != 4 or shape != (batch, self._num_heads, shape[2], self._head_dim):
+        shape, num_heads, head_dim = tuple(getattr(k_new, "shape", ())), self._memory.num_heads, self.keys[0].shape[-1]
+        if len(shape) != 4 or shape != (batch, num_heads, shape[2], head_dim):
             shape = inspect("k_new", k_new).shape
-            expected = f"({batch}, {self._num_heads}, new keys, {self._head_dim})"
+            expected = f"({batch}, {num_heads}, new keys, {head_dim})"
             raise ValueError(f"k_new has shape {shape}, expected {expected}")
         num_new: int = shape[2]
         return num_new
-
-    def _check_room(self, got: str, num_new: int, numbers: Numbers) -> None:
-        for slot in numbers:
-            if self._lengths[slot] + num_new > self._capacity:
-                room = self._capacity - self._lengths[slot]
-                raise ValueError(
-                    f"{got} but slot {slot} has {self._lengths[slot]} of {self._capacity}, expected at most {room}"
-                )
-
-    def _reserve(self, got: str, num_new: int, numbers: Numbers) -> list[tuple[int, int, int]]:
-        """Take the pages that so many keys need; return what was done, for `_give_back`."""
-        if (numbers, num_new) in self._reserved:
-            return []
-        self._check_room(got, num_new, numbers)
-        planned: list[tuple[int, int, int]] = []
-        if self._pages is not None:
-            pages, free = self._pages, len(self._pages.free)
-            planned = pages.missing(numbers, self._lengths, num_new)
-            if len(planned) > free:
-                raise ValueError(
-                    f"{got} for each of {len(numbers)} slots, which need {len(planned)} more pages, but "
-                    f"{free} of {len(pages.users)} are free, expected no more than that"
-                )
-            if planned:
-                self._forget()
-            for slot, place, old in planned:
-                page, rows = pages.take(slot, place), self._lengths[slot] - place * pages.size
-                if old >= 0 and rows > 0:
-                    self._copy(page, old, rows)
-            self._upload()
-        self._reserved.add((numbers, num_new))
-        return planned
-
-    def _give_back(self, planned: list[tuple[int, int, int]]) -> None:
-        """Undo what `_reserve` did just before."""
-        if self._pages is not None and planned:
-            for slot, place, old in reversed(planned):
-                self._pages.put_back(slot, place, old)
-            self._upload()
-            self._forget()
-
-    def _view(self, numbers: Numbers) -> tuple[Any, Any]:
-        """Lengths and page table of slots, on the device."""
-        if numbers not in self._views:
-            table = self.page_table
-            if isinstance(numbers, range):
-                part = slice_of(numbers)
-                self._views[numbers] = self.lengths[part], None if table is None else table[part]
-            else:
-                assert self._pages is not None, "it was checked"
-                lengths = np.array([self._lengths[slot] for slot in numbers], np.int32)
-                rows = self._pages.table[np.array(numbers, np.intp)]  # a copy, which later changes do not reach
-                with self._on_device():
-                    self._views[numbers] = self._xp.asarray(lengths), self._xp.asarray(rows)
-        return self._views[numbers]
-
-    def _set_lengths(self, numbers: Numbers, lengths: list[int]) -> None:
-        for slot, length in zip(numbers, lengths, strict=True):
-            self._lengths[slot] = length
-        self._write_lengths()
-
-    def _write_lengths(self) -> None:
-        """Bring lengths and pages to the device, where they stay in their memory."""
-        self._forget()
-        with self._on_device():
-            self._written_lengths[...] = self._xp.asarray(np.array(self._lengths, np.int32))
-        self._upload()
-
-    def _upload(self) -> None:
-        """Write pages that have changed to the device, in one copy."""
-        part = None if self._pages is None else self._pages.changes()
-        if part is not None:
-            assert self._pages is not None, "else nothing has changed"
-            with self._on_device():
-                self._written_table[part] = self._xp.asarray(self._pages.table[part])
-            self._pages.forget_changes()
-
-    def _copy(self, target: int, source: int, num_keys: int) -> None:
-        """Copy the first keys and values of a page, or of a slot, in all layers."""
-        with self._on_device():
-            for x in (*self.keys, *self.values):
-                x[target, :, :num_keys] = x[source, :, :num_keys]
-
-    def _forget(self) -> None:
-        self._reserved.clear()
-        self._views.clear()
-
-    def _on_device(self) -> AbstractContextManager[Any]:
-        """Make the device of the cache the current one: the caller may have gone on to another."""
-        return nullcontext() if self._xp is np else self.lengths.device
-
-
-def _to_be_read(array: Any) -> Any:
-    """The same memory; NumPy writes nothing there."""
-    if isinstance(array, np.ndarray):
-        array = array.view()
-        array.flags.writeable = False
-    return array
-
-
-def _float_dtype(dtype: Any) -> np.dtype[Any]:
-    try:
-        found: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or DTYPE_NAMES.get(found) not in FLOAT_NAMES:
-        got = dtype if found is None else found
-        raise TypeError(f"dtype is {got!r}, expected float16, bfloat16, float32 or float64")
-    return found
-
-
-def _array_module(xp: ModuleType | None) -> Any:
-    if xp is None:
-        return np
-    if not isinstance(xp, ModuleType) or xp.__name__ not in ("numpy", "cupy"):
-        raise TypeError(f"xp is {xp!r}, expected the module numpy or cupy")
-    return xp

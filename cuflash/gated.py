@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from .problem.signatures import AnyArray, GatedOptions, NumpyArray, Pair, Unpack
+    from .problem.signatures import AnyArray, GatedOptions, NumpyArray, Pair, Unpack, WithoutState
 
 
 # fmt: off
@@ -143,12 +143,22 @@ def chunk_gated_output(
 def chunk_gated_delta_rule(
     q: NumpyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
     *, output_final_state: Literal[False] = False, **options: Unpack[GatedOptions],
-) -> NumpyArray: ...
+) -> NumpyArray | WithoutState: ...
 @overload
 def chunk_gated_delta_rule(
     q: NumpyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
     *, output_final_state: Literal[True], **options: Unpack[GatedOptions],
 ) -> tuple[NumpyArray, NDArray[np.floating[Any]]]: ...
+@overload
+def chunk_gated_delta_rule(
+    q: NumpyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
+    *, output_final_state: bool, **options: Unpack[GatedOptions],
+) -> NumpyArray | WithoutState | tuple[NumpyArray, NDArray[np.floating[Any]]]: ...
+@overload
+def chunk_gated_delta_rule(
+    q: AnyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
+    *, output_final_state: Literal[False] = False, **options: Unpack[GatedOptions],
+) -> Any | WithoutState: ...
 @overload
 def chunk_gated_delta_rule(
     q: AnyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
@@ -157,8 +167,8 @@ def chunk_gated_delta_rule(
 @overload
 def chunk_gated_delta_rule(
     q: AnyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
-    *, output_final_state: bool = False, **options: Unpack[GatedOptions],
-) -> Any: ...
+    *, output_final_state: bool, **options: Unpack[GatedOptions],
+) -> Any | WithoutState | Pair: ...
 # fmt: on
 @explains_unknown_options
 def chunk_gated_delta_rule(

@@ -3,7 +3,7 @@
 A result without the lse is a union with `WithoutLse`, which is no more than its name and cannot be unpacked. So
 ``out, lse = attention(q, k, v)``, where ``return_lse=True`` is forgotten, is an error for a type checker. NumPy's own
 type would pass, as arrays can be iterated, and so would the call itself if the first axis had two entries. Who wants to
-iterate over a result writes ``np.asarray(out)``.
+iterate over a result writes ``np.asarray(out)``. `WithoutState` is the same for `output_final_state`.
 
 The other names are those of PyTorch, FlashAttention, xFormers, JAX, FlashInfer and Transformers, as hints for a call
 that is carried over from one of them. None is accepted: many mean something slightly else, and a wrong result is worse
@@ -31,16 +31,11 @@ if TYPE_CHECKING:
 
     NumpyArray = TypeVar("NumpyArray", bound=NDArray[Any])
 
-    class PassReturnLse:
-        """Named by what type checkers say."""
-
-    class WithoutLse(np.ndarray[Any, np.dtype[Any]]):
-        """Like an array of whatever library, but not a pair.
+    class _Alone(np.ndarray[Any, np.dtype[Any]]):
+        """Like an array of whatever library.
 
         Operators are named because those of NumPy say that the result is NumPy's.
         """
-
-        __iter__: PassReturnLse  # type: ignore[assignment]
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -67,6 +62,22 @@ if TYPE_CHECKING:
         def __gt__(self, other: Any, /) -> Any: ...
         def __ge__(self, other: Any, /) -> Any: ...
         def __getitem__(self, other: Any, /) -> Any: ...
+
+    class PassReturnLse:
+        """Named by what type checkers say."""
+
+    class WithoutLse(_Alone):
+        """Not a pair."""
+
+        __iter__: PassReturnLse  # type: ignore[assignment]
+
+    class PassOutputFinalState:
+        """Likewise."""
+
+    class WithoutState(_Alone):
+        """Likewise."""
+
+        __iter__: PassOutputFinalState  # type: ignore[assignment]
 
     class SupportsDlpack(Protocol):
         """An array of any library that exchanges arrays by DLPack."""
@@ -107,17 +118,21 @@ if TYPE_CHECKING:
         max_seqlen_q: SupportsIndex | None
         max_seqlen_k: SupportsIndex | None
 
-    class CacheOptions(Options, total=False):
-        """What `attention_with_kv_cache` takes beside."""
+    class SlotOptions(Options, total=False):
+        """What `KVCache.attention` takes beside."""
 
-        k_new: AnyArray | None
-        v_new: AnyArray | None
-        page_table: AnyArray | None
         num_splits: SupportsIndex | None
         split_size: SupportsIndex | None
         bias: AnyArray | None
         mask: AnyArray | None
         workspace: AnyArray | None
+
+    class CacheOptions(SlotOptions, total=False):
+        """What `attention_with_kv_cache` takes beside."""
+
+        k_new: AnyArray | None
+        v_new: AnyArray | None
+        page_table: AnyArray | None
 
     class DenseResults(DenseOptions, total=False):
         """With a choice of results, whose type is left open."""
@@ -126,6 +141,12 @@ if TYPE_CHECKING:
         out_dtype: FloatDtype | None
 
     class VarlenResults(VarlenOptions, total=False):
+        """Likewise."""
+
+        out: AnyArray | None
+        out_dtype: FloatDtype | None
+
+    class SlotResults(SlotOptions, total=False):
         """Likewise."""
 
         out: AnyArray | None

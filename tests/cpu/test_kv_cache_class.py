@@ -225,7 +225,7 @@ def test_the_table_is_written_only_when_it_changes() -> None:
             written.append(at)
             super().__setitem__(at, x)
 
-    cache._written_table = cache._written_table.view(Table)
+    cache._memory._written_table = cache._memory._written_table.view(Table)
     for token in range(8):
         for layer in range(LAYERS):
             cache.attention(q, k, v, layer=layer)

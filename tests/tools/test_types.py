@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 import cuflash
 from cuflash import (
-    attention, attention_lse, attention_varlen, chunk_gated_delta_rule, chunk_gated_output, explain,
+    KVCache, attention, attention_lse, attention_varlen, chunk_gated_delta_rule, chunk_gated_output, explain,
     merge_attention_states, options, recurrent_gated_delta_rule, warmup,
 )
 
@@ -129,6 +129,29 @@ def gated_on_a_gpu(x: Tensor) -> Any:
     return chunk_gated_output(x, x, x, state, x, x).get() + chunk_gated_delta_rule(x, x, x, x, x).get()
 
 
+def gated_from_cupy(x: Any) -> Any:
+    o = chunk_gated_delta_rule(x, x, x, x, x)
+    o = 0.5 * o - o / 2
+    o, state = chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True)
+    return o.get() + state.get() + chunk_gated_delta_rule(x, x, x, x, x)[0].get()
+
+
+def cached(x: Array, steps: int, with_lse: bool) -> Array:
+    cache = KVCache(2, 1, x.shape[-1], capacity=np.int64(8), num_layers=2, page_size=4, dtype=np.float32)
+    out = cache.attention(x, x, x)
+    out, lse = cache.attention(x, x, v_new=x, layer=1, slots=slice(0, 2), causal=False, window=(3, 0), return_lse=True)
+    cache.advance(x.shape[2])
+    result = cache.attention(x[:1], slots=0, num_splits=steps, scale=0.5, return_lse=with_lse)
+    written: Array = cache.attention(x, slots=[1, 0], causal="top_left", out=out, split_size=64)
+    assert lse.shape == x.shape[:-1] and out.shape == written.shape
+    return result[0] if isinstance(result, tuple) else result
+
+
+def cached_on_a_gpu(x: Tensor, cache: KVCache) -> Any:
+    out, lse = cache.attention(x, x, x, return_lse=True)
+    return out + lse + cache.attention(x, sinks=x, out=x).get() + cache.attention(x, out_dtype="float16")
+
+
 def untyped(rng: np.random.Generator) -> float:
     q, k, v = rng.standard_normal((3, 8, 100, 64), dtype=np.float32)
     out = attention(q, k, v, causal=True)
@@ -163,7 +186,7 @@ def chosen(q: Array) -> str:
 """
 
 BAD = """
-def wrong(x: Array, n: NDArray[np.int32], g: Tensor, untyped: Any) -> None:
+def wrong(x: Array, n: NDArray[np.int32], g: Tensor, untyped: Any, cache: KVCache) -> None:
     out, lse = attention(x, x, x)  # error
     out, lse = attention(x, x, x, return_lse=False)  # error
     out, lse = attention(x, x, x, out_dtype=np.float16)  # error
@@ -195,6 +218,26 @@ def wrong(x: Array, n: NDArray[np.int32], g: Tensor, untyped: Any) -> None:
     attention_lse(x, x, return_lse=True)  # error
     attention_lse(x, x, causal="left")  # error
     lse: Array = attention_lse(x, x, out=[1.0])  # error
+    for head in attention(x, x, x):  # error
+        pass
+    out, lse = cache.attention(x)  # error
+    out, lse = cache.attention(g, g, g, out_dtype="float16")  # error
+    out, lse = cache.attention(untyped, untyped, untyped)  # error
+    cache.attention(x, return_lse=True).sum()  # error
+    cache.attention(x, x, x, 0)  # error
+    cache.attention(x, layer=1.5)  # error
+    cache.attention(x, slots="all")  # error
+    cache.attention(x, seqlens_k=n)  # error
+    cache.attention(x, page_table=n)  # error
+    cache.attention(x, sofcap=3)  # error
+    KVCache(1, 1, 8, 8, block_size=3)  # error
+    options(kernal="cpu")  # error
+    merge_attention_states(x, lse=x)  # error
+    explain(attention, x, x, x, device=9.0)  # error
+    o, state = chunk_gated_delta_rule(x, x, x, x, x)  # error
+    o, state = chunk_gated_delta_rule(x, x, x, x, x, output_final_state=False)  # error
+    o, state = chunk_gated_delta_rule(g, g, g, g, g)  # error
+    o, state = chunk_gated_delta_rule(untyped, untyped, untyped, untyped, untyped)  # error
     chunk_gated_delta_rule(x, x, x, x)  # error
     chunk_gated_delta_rule(x, x, x, x, x, output_final_state=True).sum()  # error
     chunk_gated_delta_rule(g, g, g, g, g, output_final_state=True).sum()  # error
@@ -264,6 +307,8 @@ def test_good_programs_run() -> None:
     assert names["alone"](x, q) > 0
     tokens = rng.standard_normal((2, 5, 1, 4), dtype=np.float32) / 8
     assert names["gated"](tokens, -np.ones((2, 5, 1), np.float32), np.array([0, 3, 5]), True).shape == (1, 5, 1, 4)
+    for with_lse in (False, True):
+        assert names["cached"](tokens.swapaxes(1, 2)[:, :, :2], 1, with_lse).shape == (1, 1, 2, 4)
     assert names["untyped"](rng) >= 0
     assert names["chosen"](x) == "cpu"
 
@@ -271,6 +316,7 @@ def test_good_programs_run() -> None:
 @pytest.mark.parametrize(
     "function",
     [
+        cuflash.KVCache.attention,
         cuflash.attention,
         cuflash.attention_lse,
         cuflash.attention_varlen,
