@@ -107,11 +107,6 @@ class KVCache:
     KVCache(3 slots, 2 layers, 4 heads, head_dim 64, float32, capacity 100, pages of 16: 5 used, 16 free, 1376256 bytes)
     """
 
-    keys: list[Any]
-    values: list[Any]
-    lengths: Any
-    page_table: Any
-
     @explains_unknown_names
     def __init__(
         self,
@@ -141,8 +136,26 @@ class KVCache:
             most = -(-room // size)
             pages = Pages(slots, most, slots * most if number is None else number, size)
         self._memory = CacheMemory(slots, heads, room, (features, features_v), layers, kind, module, pages)
-        self.keys, self.values = self._memory.keys, self._memory.values
-        self.lengths, self.page_table = self._memory.lengths, self._memory.page_table
+
+    @property
+    def keys(self) -> list[Any]:
+        """Of all slots, layer by layer."""
+        return self._memory.keys
+
+    @property
+    def values(self) -> list[Any]:
+        """Likewise."""
+        return self._memory.values
+
+    @property
+    def lengths(self) -> Any:
+        """Keys that each slot has, on the device."""
+        return self._memory.lengths
+
+    @property
+    def page_table(self) -> Any:
+        """Pages of each slot, on the device; None without pages."""
+        return self._memory.page_table
 
     @property
     def num_free_pages(self) -> int | None:

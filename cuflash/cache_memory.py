@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -53,15 +54,26 @@ class CacheMemory:
         )
         self.num_keys = [0] * num_slots
         self._written_lengths = xp.zeros((num_slots,), np.int32)
-        self.lengths = _to_be_read(self._written_lengths)
-        self.page_table = None
+        self._written_table: Any = None
         if pages is not None:
             self._written_table = xp.empty(pages.table.shape, np.int32)
             self._written_table[...] = -1
-            self.page_table = _to_be_read(self._written_table)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.lengths, self.page_table = _to_be_read(self._written_lengths), _to_be_read(self._written_table)
         # What is known until lengths or pages change: all layers ask the same.
         self._reserved: set[tuple[Numbers, int]] = set()
         self._views: dict[Numbers, tuple[Any, Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy, or a pickle, takes along: views of memory would be memory of their own there."""
+        derived = "lengths", "page_table", "_reserved", "_views"
+        return {name: x for name, x in self.__dict__.items() if name not in derived} | {"_xp": self._xp.__name__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _xp=import_module(state["_xp"]))
+        self._begin()
 
     def __str__(self) -> str:
         head_dim, head_dim_v = self.keys[0].shape[-1], self.values[0].shape[-1]

@@ -171,9 +171,11 @@ def _describe(
             f"function is {got}, expected cuflash.{_LISTED}, before the arguments of the call: "
             f"{caller}(cuflash.attention, q, k, v, ...)"
         )
-    check_options(function.__name__, options)
+    signature = signatures.signature(function)
+    unnamed = [x for x in signature.parameters.values() if x.kind is not signatures.Parameter.KEYWORD_ONLY]
+    check_options(function.__name__, options, args[len(unnamed) :])
     try:
-        bound = signatures.signature(function).bind(*args, **options).arguments
+        bound = signature.bind(*args, **options).arguments
     except TypeError as error:
         raise TypeError(f"{function.__name__}(): {error}") from None
     real = [bound[name] for name in _ARRAYS if isinstance(bound.get(name), _array_types())]

@@ -73,10 +73,11 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
 
     Notes
     -----
-    Parts are merged in their order, in float32 (float64 for float64): results are repeatable to the bit. A part with an
-    lse of ``-inf`` has weight exactly 0, whatever its `out` holds; one of ``+inf`` (an infinite sink) leaves no weight
-    to finite ones, and NaN makes its row NaN. A sink belongs to one of the parts only. Never synchronises. More than 16
-    GPU arrays that are not stacked are merged 16 at a time, through partial results in scratch memory.
+    Parts are merged in their order, with NumPy in float64, on a GPU in float32 (float64 for float64): results are
+    repeatable to the bit. A part with an lse of ``-inf`` has weight exactly 0, whatever its `out` holds; one of
+    ``+inf`` (an infinite sink) leaves no weight to finite ones, and NaN makes its row NaN. A sink belongs to one of the
+    parts only. Never synchronises. More than 16 GPU arrays that are not stacked are merged 16 at a time, through
+    partial results in scratch memory.
 
     References
     ----------

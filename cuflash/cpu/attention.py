@@ -69,7 +69,7 @@ def attention(problem: Problem, arrays: Mapping[str, Array | None]) -> list[Sequ
     offsets = named.pop("query_offset", None)
     named = {name: named.get(name) for name in ARRAYS}
     sequences = []
-    values = [problem.query_offset or 0] if offsets is None else [clamp_offset(int(x)) for x in offsets.flat]
+    values = [problem.query_offset or 0] if offsets is None else [clamp_offset(x) for x in offsets.ravel().tolist()]
     if len(set(values)) == 1:
         sequences.append(sequence_of(named, group_size, values[0]))
     else:

@@ -6,6 +6,7 @@ import math
 import numbers
 import operator
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -110,15 +111,15 @@ def check_heads(
 
 
 def broadcast_batch(q: tuple[int, ...], *others: tuple[int, ...]) -> tuple[int, ...]:
-    """Leading axes of q, k and perhaps v together."""
+    """Leading axes of q, k and perhaps v together, of which there may be more than `np.broadcast_shapes` takes."""
     batch = q
     for name, axes in zip("kv", others, strict=False):
         if axes == batch:
             continue
-        try:
-            batch = np.broadcast_shapes(batch, axes)
-        except ValueError:
-            raise ValueError(f"{name} has leading axes {axes}, which do not broadcast with {batch}") from None
+        pairs = list(zip_longest(reversed(batch), reversed(axes), fillvalue=1))
+        if any(1 not in pair and pair[0] != pair[1] for pair in pairs):
+            raise ValueError(f"{name} has leading axes {axes}, which do not broadcast with {batch}")
+        batch = tuple(length if other == 1 else other for length, other in reversed(pairs))
     return batch
 
 
@@ -204,7 +205,10 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
 
 
 def clamp_offset(query_offset: int) -> int:
-    """Return an offset that 64-bit sums with lengths and windows (up to 2^61) can hold: farther ones hide the same."""
+    """Return an offset that 64-bit sums with lengths and windows (up to 2^61) can hold: farther ones hide the same.
+
+    Distances that are subtracted from scores end there, too.
+    """
     return max(-(2**60), min(2**60, query_offset))
 
 

@@ -18,9 +18,9 @@ MOST = 2**31 - 1
 """Lengths and numbers of pages are int32."""
 
 
-def integer_of(name: str, x: Any, low: int, high: int = MOST) -> int:
+def integer_of(name: str, x: Any, low: int, high: int = MOST, alternative: str = "") -> int:
     """Read an int of a range; TypeError or ValueError for what is none, or lies outside."""
-    expected = f"an int of {low} to {high}" if high != MOST else f"an int, at least {low}"
+    expected = (f"an int of {low} to {high}" if high != MOST else f"an int, at least {low}") + alternative
     if hasattr(x, "__cuda_array_interface__"):
         raise TypeError(f"{name} is a GPU array, expected {expected}: reading it would wait for the GPU")
     number = parse_integer(name, x, expected)
@@ -44,7 +44,7 @@ def slot_numbers(name: str, slots: Slots, num_slots: int) -> Numbers:
             twice = next(x for i, x in enumerate(numbers) if x in numbers[:i])
             raise ValueError(f"{name} has slot {twice} twice, expected different ones")
         return numbers
-    number = integer_of(name, slots, 0, num_slots - 1)
+    number = integer_of(name, slots, 0, num_slots - 1, ", a slice or a sequence of int")
     return range(number, number + 1)
 
 

@@ -559,3 +559,11 @@ def test_varlen_equals_dense() -> None:
     nothing = cuflash.attention_varlen(*packed, np.array([0]), return_lse=True)
     assert (nothing[0] == 0).all()
     assert (nothing[1] == -np.inf).all()
+
+
+def test_as_many_axes_as_an_array_can_have() -> None:
+    axes = (1,) * (33 if np.lib.NumpyVersion(np.__version__) >= "2.0.0" else 28)
+    x, y = np.ones((*axes, 2, 3, 4), np.float32), np.ones((2, *axes[1:], 2, 3, 4), np.float32)
+    assert (cuflash.attention(x, y, y) == 1).all()
+    offsets = np.arange(2).reshape(2, *axes[1:])
+    assert cuflash.attention(x, y, y, query_offset=offsets, causal=True).shape == y.shape

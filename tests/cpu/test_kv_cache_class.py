@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any, NoReturn
@@ -150,6 +153,23 @@ def test_pages_and_no_pages_give_the_same_bits() -> None:
         assert outs[0].tobytes() == outs[1].tobytes() == outs[2].tobytes()
         for cache in caches:
             cache.advance(num_new)
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_on_by_itself(copied: Callable[[Any], Any], page_size: int | None) -> None:
+    rng = np.random.default_rng(0)
+    cache, model = make(page_size), Model()
+    step(cache, model, None, [0, 1, 2, 3], 6, rng)
+    other, other_model = copied(cache), copy.deepcopy(model)
+    assert repr(other) == repr(cache)
+    other.free(1)
+    other_model.truncate(1, 0)
+    step(other, other_model, slice(0, 2), [0, 1], 3, rng)
+    step(cache, model, slice(0, 3), [0, 1, 2], 2, rng)
+    for held, expected in ((cache, model), (other, other_model)):
+        assert np.asarray(held.lengths).tolist() == [expected.length(slot) for slot in range(SLOTS)]
+        assert_accounts(held, expected, page_size)
 
 
 @pytest.mark.parametrize("page_size", [None, 4])
@@ -340,6 +360,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda c: c.advance(-1), ValueError, "num_new is -1, expected"),
     (lambda c: c.advance(41), ValueError, "num_new is 41 but slot 0 has 0 of 40"),
     (lambda c: c.free(4), ValueError, "slots is 4, expected 0 to 3"),
+    (lambda c: c.free({0}), TypeError, "expected an int of 0 to 3, a slice or a sequence of int"),
     (lambda c: c.free([0, 0]), ValueError, "slots has slot 0 twice"),
     (lambda c: c.fork(0, [0, 1]), ValueError, "targets has slot 0, expected other slots than source"),
     (lambda c: c.fork(0, None), TypeError, "targets is None"),

@@ -181,6 +181,17 @@ def test_many_parts_of_equal_huge_lse_with_numpy(dtype: str, lse: float, num_par
     np.testing.assert_allclose(total, lses[0], rtol=1e-6)
 
 
+def test_the_error_does_not_grow_with_the_number_of_parts_with_numpy() -> None:
+    rng = np.random.default_rng(0)
+    outs = (1 + 0.1 * rng.standard_normal((10000, 4, 8))).astype(np.float32)
+    lses = rng.standard_normal((10000, 4)).astype(np.float32)
+    weights = np.exp(lses.astype(np.float64))
+    expected = (weights[..., None] * outs).sum(0) / weights.sum(0)[..., None]
+    out, lse = cuflash.merge_attention_states(outs, lses)
+    assert abs(out - expected).max() < 1.2e-7
+    assert abs(lse - np.log(weights.sum(0))).max() < 1e-6
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
 def test_any_partition_of_the_keys(lengths: list[int], seed: int, shuffled: bool) -> None:

@@ -496,3 +496,9 @@ def test_appended_keys_and_pages_are_named() -> None:
     wide, options = [y.astype(np.float32) for y in (x["q"], *pages)], {**options, "k_new": None, "v_new": None}
     found = cuflash.explain(cuflash.attention_with_kv_cache, *wide, device=90, **options)
     assert dict(found.refusals)["precise_float32"] == "does not implement page_table"
+
+
+def test_too_many_positional_arguments_are_explained_as_by_the_call() -> None:
+    x = np.zeros((2, 3, 4), np.float32)
+    with pytest.raises(TypeError, match=r"attention\(\) takes 3 positional arguments .* but 4 were given; name"):
+        explain(attention, x, x, x, 1)
