@@ -20,7 +20,7 @@ from cuflash.bench.report import Report, error_ratios, error_tables, header
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "performance.md"
 HEAD = """\
-# Errors, and the sweep
+# Errors and sweeps
 
 `python benchmarks/performance.py` writes this page from what `python benchmarks/gpu.py accuracy sweep --results
 benchmarks/results` stores. Speeds beside other libraries are in [README.md](../README.md) and the pages it names.
