@@ -32,7 +32,7 @@ from .problem.describe_gated import (
 )
 from .problem.gated import GatedProblem
 from .problem.problem import ARRAYS, Problem
-from .problem.signatures import check_options
+from .problem.signatures import check_options, positional
 from .settings import Settings, num_threads, settings
 from .varlen import attention_varlen
 
@@ -171,11 +171,9 @@ def _describe(
             f"function is {got}, expected cuflash.{_LISTED}, before the arguments of the call: "
             f"{caller}(cuflash.attention, q, k, v, ...)"
         )
-    signature = signatures.signature(function)
-    unnamed = [x for x in signature.parameters.values() if x.kind is not signatures.Parameter.KEYWORD_ONLY]
-    check_options(function.__name__, options, args[len(unnamed) :])
+    check_options(function.__name__, options, args[len(positional[function.__name__]) :])
     try:
-        bound = signature.bind(*args, **options).arguments
+        bound = signatures.signature(function).bind(*args, **options).arguments
     except TypeError as error:
         raise TypeError(f"{function.__name__}(): {error}") from None
     real = [bound[name] for name in _ARRAYS if isinstance(bound.get(name), _array_types())]

@@ -205,10 +205,7 @@ def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tu
 
 
 def clamp_offset(query_offset: int) -> int:
-    """Return an offset that 64-bit sums with lengths and windows (up to 2^61) can hold: farther ones hide the same.
-
-    Distances that are subtracted from scores end there, too.
-    """
+    """Return an offset that 64-bit sums with lengths can hold: farther ones hide the same keys, as if from there."""
     return max(-(2**60), min(2**60, query_offset))
 
 

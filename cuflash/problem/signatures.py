@@ -276,7 +276,7 @@ _NOT_NEEDED = {
 }
 _parameters: dict[str, frozenset[str]] = {}
 """Names of the parameters of each public function that explains unknown ones."""
-_positional: dict[str, list[str]] = {}
+positional: dict[str, list[str]] = {}
 """Those of them that need not be named."""
 
 
@@ -286,7 +286,7 @@ def explains_unknown_options(function: Function) -> Function:
     shown = _without_unknown(signature)
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     _parameters[function.__name__] = frozenset(x.name for x in shown)
-    _positional[function.__name__] = [x.name for x in shown if x.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional[function.__name__] = [x.name for x in shown if x.kind is not inspect.Parameter.KEYWORD_ONLY]
     return function
 
 
@@ -321,7 +321,7 @@ def check_options(
     called, if it is another one of that name, with options of its own.
     """
     if more:
-        names = _positional[function]
+        names = positional[function]
         others = ", ".join(sorted(_parameters[function].difference(names)))
         raise TypeError(
             f"{function}() takes {len(names)} positional arguments ({', '.join(names)}) but {len(names) + len(more)} "
