@@ -102,11 +102,55 @@ __device__ __forceinline__ void score(const SharedTiles& shared, int column, con
     }
 }
 
-using RowContexts = RowContext[kQueries];
+// Doubles are read one by one as quickly.
+constexpr bool kPieces = kBiasDtype != CUFLASH_FLOAT64;
+
+// What the logits of a tile of keys need beside scores.
+struct RowTerms {
+    RowContext contexts[kQueries];
+    Reads reads;            // of all the warp's rows for this tile
+    long long keys_before;  // of a chunk at column 0
+    long long keys_behind;
+    RowColumns<kChunk> ahead[kQueries];  // of the next chunk, on the way
+
+    __device__ __forceinline__ void begin(const AttentionParams& params, const TileMap& tile, const Place& place,
+                                          long long n_begin) {
+        bool vectors = true, pieces = kPieces;
+#pragma unroll
+        for (int r = 0; r < kQueries; ++r) {
+            contexts[r] = row_context(params, tile, logit_row(params, tile, place.tile_row(r)), n_begin);
+            vectors &= has_vectors<kChunk>(params, contexts[r]);
+            pieces &= has_pieces(params, contexts[r]);
+        }
+        vectors = __all_sync(0xffffffffu, vectors);
+        pieces = __all_sync(0xffffffffu, pieces);
+        // right either way: another way to read the same
+        reads = vectors ? Reads::kVectors : pieces ? Reads::kPieces : Reads::kElements;
+        keys_before = n_begin;
+        keys_behind = tile.seqlen_k - n_begin - kChunk;
+        fetch(params, place.lane * kChunk);
+    }
+
+    // A chunk behind the tile repeats its end, or is of the next one: nobody asks for it.
+    __device__ __forceinline__ void fetch(const AttentionParams& params, int column) {
+        if constexpr (!kHasArrays) return;
+        // right either way: it only keeps what is read inside the arrays
+        const bool are_beside = min(keys_before + column, keys_behind - column) >= kMostBeside;
+        if (reads == Reads::kVectors) fetch_rows<Reads::kVectors>(params, column);
+        else if (kPieces && reads == Reads::kPieces && are_beside) fetch_rows<Reads::kPieces>(params, column);
+        else fetch_rows<Reads::kElements>(params, column);
+    }
+
+    template <Reads kReads>
+    __device__ __forceinline__ void fetch_rows(const AttentionParams& params, int column) {
+#pragma unroll
+        for (int r = 0; r < kQueries; ++r) ahead[r].template load<kReads>(params, contexts[r], column);
+    }
+};
 
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile, bool at_edge,
-                                                 long long n_begin, int column, const RowContexts& contexts,
-                                                 const Place& place, Scores& scores) {
+                                                 long long n_begin, int column, RowTerms& terms, const Place& place,
+                                                 Scores& scores) {
 #pragma unroll
     for (int r = 0; r < kQueries; ++r) {
         if constexpr (!kOnlyScale) {
@@ -114,20 +158,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
 #pragma unroll
             for (int c = 0; c < kChunk; ++c) scores[r][c] = scaled_score(scale, scores[r][c]);
         }
-        if constexpr (kHasRowTerms) {
-            constexpr int kCount = 4;
-#pragma unroll
-            for (int c = 0; c < kChunk; c += kCount) {
-                Accumulator logits[kCount];
-#pragma unroll
-                for (int e = 0; e < kCount; ++e) logits[e] = scores[r][c + e];
-                RowColumns<kCount> columns;
-                columns.template load<Reads::kElements>(params, contexts[r], column + c);
-                scores_to_row_logits<true>(contexts[r], columns, column + c, logits);
-#pragma unroll
-                for (int e = 0; e < kCount; ++e) scores[r][c + e] = logits[e];
-            }
-        }
+        if constexpr (kHasRowTerms) scores_to_row_logits<true>(terms.contexts[r], terms.ahead[r], column, scores[r]);
         if (at_edge) {  // right either way: all of it is visible
             const ColumnRange visible = visible_columns(params, tile, place.tile_row(r), n_begin);
 #pragma unroll
@@ -135,6 +166,7 @@ __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, 
                 if (!visible.has(column + c)) scores[r][c] = -infinity();
         }
     }
+    if constexpr (kHasRowTerms) terms.fetch(params, column + kLanes * kChunk);
 }
 
 __device__ __forceinline__ Accumulator largest_of(const Accumulator (&scores)[kChunk]) {
@@ -254,17 +286,15 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         __syncthreads();
         load(shared.k, tile.k, params.k_strides, params.head_dim, n_begin, num_keys);
         load(shared.v, tile.v, params.v_strides, params.head_dim_v, n_begin, num_keys);
-        RowContexts contexts;
-#pragma unroll
-        for (int r = 0; r < kQueries && kHasRowTerms; ++r)
-            contexts[r] = row_context(params, tile, logit_row(params, tile, place.tile_row(r)), n_begin);
+        RowTerms terms;
+        if constexpr (kHasRowTerms) terms.begin(params, tile, place, n_begin);
         __syncthreads();
 #pragma unroll 1
         for (int first_column = 0; first_column < num_keys; first_column += kLanes * kChunk) {
             const int column = first_column + place.lane * kChunk;
             Scores scores;
             score(shared, column, rows, scores);
-            scores_to_logits(params, tile, at_edge, n_begin, column, contexts, place, scores);
+            scores_to_logits(params, tile, at_edge, n_begin, column, terms, place, scores);
             weigh(powers, rows, scores);
             accumulate(shared, column, scores, rows);
         }

@@ -18,14 +18,16 @@ constexpr int kMostBeside = 7;
 // Whether kCount neighbouring columns of a row can be read at once, wherever they begin in steps of kCount.
 template <int kCount, typename Value>
 __device__ __forceinline__ bool is_vector(const char* row, long long column_stride) {
-    return column_stride == sizeof(Value) && reinterpret_cast<unsigned long long>(row) % (kCount * sizeof(Value)) == 0;
+    constexpr int kBytes = kCount * static_cast<int>(sizeof(Value));
+    return column_stride == sizeof(Value) &&
+           reinterpret_cast<unsigned long long>(row) % (kBytes < 16 ? kBytes : 16) == 0;
 }
 
 // Neighbouring elements of a row, in as few registers as hold them. Behind the last column they are those of others.
 template <typename Value, int kCount>
 struct Columns {
     static constexpr int kBytes = kCount * static_cast<int>(sizeof(Value));
-    struct alignas(kBytes < 4 ? 4 : kBytes) Words {
+    struct alignas(kBytes < 4 ? 4 : kBytes < 16 ? kBytes : 16) Words {
         unsigned int words[(kBytes + 3) / 4];
     };
     Words packed;
@@ -36,7 +38,7 @@ struct Columns {
         if constexpr (kReads == Reads::kVectors) {
             const int first = min(column, last_column + 1 - kCount);
             packed = *reinterpret_cast<const Words*>(row + first * static_cast<int>(sizeof(Value)));
-        } else if constexpr (kReads == Reads::kPieces && sizeof(Value) < 4) {
+        } else if constexpr (kReads == Reads::kPieces) {
             load_pieces(row + column * static_cast<int>(sizeof(Value)));
         } else {
             Value values[kCount];
@@ -51,25 +53,32 @@ struct Columns {
     }
     // Reads a piece more than the elements fill, and leaves out what is in front of them.
     __device__ __forceinline__ void load_pieces(const char* address) {
-        struct alignas(kBytes < 8 ? 4 : 8) Piece {
-            unsigned int words[kBytes < 8 ? 1 : 2];
+        constexpr int kWords = kBytes / 4, kWordsOfPiece = sizeof(Value) >= 4 ? 4 : kBytes < 8 ? 1 : 2;
+        static_assert(kBytes % 4 == 0 && kWords % kWordsOfPiece == 0);
+        struct alignas(4 * kWordsOfPiece) Piece {
+            unsigned int words[kWordsOfPiece];
         };
-        constexpr int kWords = kBytes / 4, kWordsOfPiece = sizeof(Piece) / 4;
         const unsigned int before = reinterpret_cast<unsigned long long>(address) % sizeof(Piece);
-        Piece pieces[kWords / kWordsOfPiece + 1];
+        constexpr int kNumPieces = kWords / kWordsOfPiece + 1, kNumRead = kNumPieces * kWordsOfPiece;
+        Piece pieces[kNumPieces];
 #pragma unroll
-        for (int i = 0; i <= kWords / kWordsOfPiece; ++i)
-            pieces[i] = reinterpret_cast<const Piece*>(address - before)[i];
-        unsigned int words[kWords + kWordsOfPiece];
+        for (int i = 0; i < kNumPieces; ++i) pieces[i] = reinterpret_cast<const Piece*>(address - before)[i];
+        unsigned int words[kNumRead];
         memcpy(words, pieces, sizeof(words));
 #pragma unroll
-        for (int i = 0; i <= kWords; ++i) {
-            if (before / 4 != 0) words[i] = words[i + kWordsOfPiece - 1];
+        for (int step = kWordsOfPiece / 2; step > 0; step /= 2) {
+#pragma unroll
+            for (int i = 0; i < kNumRead - 1; ++i) {  // a length that compilers know
+                if (before / 4 & step && i + step < kNumRead) words[i] = words[i + step];
+            }
         }
 #pragma unroll
         for (int i = 0; i < kWords; ++i) {
-            const unsigned long long both = static_cast<unsigned long long>(words[i + 1]) << 32 | words[i];
-            packed.words[i] = static_cast<unsigned int>(both >> before % 4 * 8);
+            packed.words[i] = words[i];
+            if constexpr (sizeof(Value) < 4) {
+                const unsigned long long both = static_cast<unsigned long long>(words[i + 1]) << 32 | words[i];
+                packed.words[i] = static_cast<unsigned int>(both >> before % 4 * 8);
+            }
         }
     }
     // Sets bits, of which there are none: for the compiler, what is unpacked then depends on them.
@@ -90,21 +99,16 @@ struct BiasMaskRow {
 // Whether bias and mask of a row can be read in vectors: the end of the keys cuts none of them.
 template <int kCount>
 __device__ __forceinline__ bool has_vectors(const AttentionParams& params, const BiasMaskRow& row) {
-    bool vectors = (kBiasDtype != 0 || kHasMask) && (row.last_column + 1) % kCount == 0;
+    bool vectors = kHasArrays && (row.last_column + 1) % kCount == 0;
     if constexpr (kBiasDtype != 0)
         vectors &= is_vector<kCount, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
     if constexpr (kHasMask) vectors &= is_vector<kCount, unsigned char>(row.mask, params.mask_strides.column);
     return vectors;
 }
 
-// Elements that fill words are read one by one as quickly.
-constexpr bool kPieces = (kBiasDtype != 0 || kHasMask) && (kBiasDtype == 0 || sizeof(ElementOf<kBiasDtype>::Type) < 4);
-
-// Whether they can be read in pieces; `keys_beside`: of the row, in front of them and behind.
-__device__ __forceinline__ bool has_pieces(const AttentionParams& params, const BiasMaskRow& row,
-                                           long long keys_beside) {
-    // right either way: it only keeps what is read inside the arrays
-    bool pieces = kPieces & (keys_beside >= kMostBeside);
+// Whether they can be read in pieces, where kMostBeside elements on either side are of the row, too.
+__device__ __forceinline__ bool has_pieces(const AttentionParams& params, const BiasMaskRow& row) {
+    bool pieces = kHasArrays;
     if constexpr (kBiasDtype != 0)
         pieces &= is_vector<1, ElementOf<kBiasDtype>::Type>(row.bias, params.bias_strides.column);
     if constexpr (kHasMask) pieces &= is_vector<1, unsigned char>(row.mask, params.mask_strides.column);

@@ -130,6 +130,7 @@ constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
 constexpr bool kHasSoftcap = kSoftcapDegree != 0;
 constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;  // to scaled scores
 constexpr bool kHasRowTerms = kAddsTerms || kHasMask;      // logits need more than their scores
+constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;   // one is read for every logit
 constexpr bool kVarlen = CUFLASH_VARLEN;
 constexpr bool kHasOffsets = CUFLASH_QUERY_OFFSET;
 constexpr bool kHasLengths = CUFLASH_SEQLENS_K;

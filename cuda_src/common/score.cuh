@@ -7,8 +7,8 @@
 
 namespace cuflash {
 
-constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;  // logits are scores times the scale
-constexpr bool kOnlySlopes = kHasAlibi && kBiasDtype == 0 && !kHasMask && !kHasSoftcap;  // beside the scale
+constexpr bool kOnlyScale = !kHasRowTerms && !kHasSoftcap;              // logits are scores times the scale
+constexpr bool kOnlySlopes = kHasAlibi && !kHasArrays && !kHasSoftcap;  // beside the scale
 
 // What the logits of a row need beside its scores.
 struct LogitRow {

@@ -8,6 +8,9 @@ namespace cuflash {
 
 static_assert(kColumns <= 32, "hide_by_bias has a bit for each");
 
+// Elements that fill words are read one by one as quickly.
+constexpr bool kPieces = kBiasDtype == 0 || sizeof(ElementOf<kBiasDtype>::Type) < 4;
+
 // Rows on the way, and how they are read.
 struct ArrayRows {
     Reads reads;  // of all the warp's rows for this tile
@@ -16,10 +19,11 @@ struct ArrayRows {
     __device__ __forceinline__ void begin(const View& view) {
         const LogitRow& row = view.rows[view.lane % kRowsPerWarp].logit;
         const RowContext context = row_context(view.params, view.tile, row, view.n_begin);
-        // right either way: it only keeps what is read inside the arrays
         const long long keys_beside = min(view.n_begin, view.tile.seqlen_k - view.n_begin - kWarpKeys);
         const bool vectors = __all_sync(0xffffffffu, has_vectors<kRun>(view.params, context));
-        const bool pieces = __all_sync(0xffffffffu, has_pieces(view.params, context, keys_beside));
+        // right either way: it only keeps what is read inside the arrays
+        const bool are_beside = kPieces & (keys_beside >= kMostBeside);
+        const bool pieces = __all_sync(0xffffffffu, are_beside & has_pieces(view.params, context));
         // right either way: another way to read the same
         reads = vectors ? Reads::kVectors : pieces ? Reads::kPieces : Reads::kElements;
         fetch<kRowsAhead>(view, 0);

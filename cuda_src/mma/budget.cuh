@@ -6,8 +6,6 @@
 
 namespace cuflash {
 
-constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;  // one is read for every logit
-
 constexpr int kOutputRegisters = 4 * kRowTiles * kFeatureTiles, kScoreRegisters = 4 * kRowTiles * kKeyTiles;
 constexpr int kQueryRegisters = 4 * kRowTiles * kStepsK;
 

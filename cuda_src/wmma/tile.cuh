@@ -14,7 +14,7 @@ constexpr int kDepth = Tensor::kDepth;
 constexpr int kStepsK = kHeadDim / kDepth, kStepsV = kBlockN / kDepth;
 constexpr int kLanesPerRow = 2, kColumns = kBlockN / kLanesPerRow;
 constexpr int kChunk = 4;  // neighbouring scores of a lane; the next ones are its partner's
-constexpr int kChunksAtOnce = kBiasDtype == 0 && !kHasMask ? 1 : kHeadDimV <= 64 ? 4 : 2;  // so that loads overlap
+constexpr int kChunksAtOnce = !kHasArrays ? 1 : kHeadDimV <= 64 ? 4 : 2;  // so that loads overlap
 
 // Rows are padded so that the eight rows of 16 bytes that one step of a load takes meet different banks.
 constexpr int kPitchK = kHeadDim + 16 / static_cast<int>(sizeof(Element));

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,29 @@ def queries_and_scales_of_any_size(emulator: Emulator) -> None:
             assert_close(emulator, *arrays, rtol=2e-5, scale=scale)  # type: ignore[arg-type]
 
 
+def biases_and_masks_that_lie_anywhere(emulator: Emulator) -> None:
+    """Rows are read in vectors, in the pieces that hold them, or one by one, and have the same bits."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((length, 3)).astype(np.float32) for length in (70, 288, 288))
+    arrays: dict[str, dict[str, Any]] = {name: {"bias": DTYPES[name]} for name in ("float16", "float32", "float64")}
+    arrays |= {"mask": {"mask": np.dtype(bool)}, "both": {"bias": DTYPES["float32"], "mask": np.dtype(bool)}}
+    for tile, dtypes in product(("128x256", "8x256"), arrays.values()):
+        pinned = Emulator(KERNEL, tile, sources=emulator.sources)
+        for keys, offset in ((288, 0), (281, 1), (283, 2), (288, 3), (286, 9)):
+            aligned, options = {}, {}
+            for name, dtype in dtypes.items():
+                memory = np.full((70, 299), True if name == "mask" else np.nan, dtype)
+                options[name] = memory[:, offset : offset + keys]
+                options[name][:] = rng.random((70, keys)) < 0.8 if name == "mask" else rng.standard_normal((70, keys))
+                aligned[name] = options[name].copy()
+            assert_close(pinned, q, k[:keys], v[:keys], **options)
+            out = [pinned.attention(q, k[:keys], v[:keys], **those) for those in (options, aligned)]
+            assert out[0].tobytes() == out[1].tobytes()
+
+
 CALLS = (
     head_dims_between_those_compiled, rising_and_falling_scores, windows_over_several_tiles, sums_start_again,
-    queries_and_scales_of_any_size,
+    queries_and_scales_of_any_size, biases_and_masks_that_lie_anywhere,
 )  # fmt: skip
 
 
