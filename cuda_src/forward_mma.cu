@@ -104,14 +104,8 @@ struct Worker {
         scores_to_logits(view, scores, logits);
         // right either way: all of it is visible
         if (at_edge) hide_scores(view, logits, scores);
-        RowValues maxima = states.maxima(view.warp), largest = logits.largest;
-        if (!kPolynomialLogits || !logits.is_polynomial) largest = largest_scores<kBiasDtype != 0>(scores);
-        if constexpr (kBiasDtype != 0) {
-            if (any_nan(largest)) {  // right either way: hiding does no harm
-                hide_by_bias(view_of(i, place_of_warp()), scores);
-                largest = largest_scores<false>(scores);
-            }
-        }
+        RowValues maxima = states.maxima(view.warp);
+        const RowValues largest = find_largest(logits, scores, [&] { return view_of(i, place_of_warp()); });
         RowValues factors = {};  // else the compiler has registers for those of the last tile
         if (follow_maxima(maxima, largest, logits, multiplier, states, factors, shared.exchange, view.warp))
             rescale(o, factors);

@@ -48,7 +48,7 @@ constexpr int kLoaderRegisters = kWalksOn || kPaged || kHeadDim > 192 ? 56 : kCo
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
-static_assert(kVectorLoads && kHasValues && !kHasArrays);
+static_assert(kVectorLoads && kHasValues);
 
 // Rows are finished beside their last product; where blocks walk on, others multiply then, and loaders fall behind.
 constexpr bool kFinishesEarly = !kWalksOn;
@@ -102,15 +102,15 @@ struct RowWarp {
     __device__ __forceinline__ ScoreTile prepare(int i) {
         ScoreTile tile = {view_of(i), walk.at_edge(i), states.maxima(place_of_warp())};
         tile.references = references_of(tile.maxima, tile.logits, multiplier);
+
         return tile;
     }
     // Scores become logits, whose maxima the references follow. True if O has to follow these, by `factors`.
-    __device__ __forceinline__ bool find_logits(ScoreTile& tile, RowValues& factors) {
+    __device__ __forceinline__ bool find_logits(int i, ScoreTile& tile, RowValues& factors) {
         scores_to_logits(tile.view, tile.scores, tile.logits);
         // right either way: all of it is visible
         if (tile.at_edge) hide_scores(tile.view, tile.logits, tile.scores);
-        RowValues largest = tile.logits.largest;
-        if (!kPolynomialLogits || !tile.logits.is_polynomial) largest = largest_scores<false>(tile.scores);
+        const RowValues largest = find_largest(tile.logits, tile.scores, [&] { return view_of(i); });
         const bool outgrown = follow_maxima(tile.maxima, largest, tile.logits, multiplier, states, factors,
                                             shared.exchange, tile.view.warp);
         // right either way: they are what they were
@@ -129,13 +129,14 @@ struct RowWarp {
         RowValues factors;
         source.wait_for_keys(i);
         source.see();
+        if constexpr (kHasArrays) tile.logits.arrays.begin(tile.view);
         source.begin_products(i);
         wgmma_fence();
         issue_scores(i, tile.scores);
         source.end_products<true>(i);
         wgmma_wait<0>(tile.scores[0]);
         source.release_keys(i);
-        find_logits(tile, factors);  // there is no output to follow them
+        find_logits(i, tile, factors);  // there is no output to follow them
         weigh(tile, 0), weigh(tile, 1);
         round_weights(weights, tile.scores);
     }
@@ -158,6 +159,7 @@ struct RowWarp {
         source.wait_for_keys(i);
         source.wait_for_values(i - 1);
         source.see();
+        if constexpr (kHasArrays) tile.logits.arrays.begin(tile.view);
         source.begin_products(i);
         wgmma_fence();
         issue_scores(i, tile.scores);
@@ -165,7 +167,7 @@ struct RowWarp {
         source.end_products<false>(i);
         wgmma_wait<1>(tile.scores[0]);
         source.release_keys(i);
-        const bool outgrown = find_logits(tile, factors);
+        const bool outgrown = find_logits(i, tile, factors);
         weigh(tile, 0);
         // Else the compiler would move the wait in front of the exponentials. Three warpgroups, and output of float32,
         // lack the registers.

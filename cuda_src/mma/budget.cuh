@@ -40,8 +40,11 @@ constexpr int kMatricesAhead = kStages == 1 || kMatricesV == 7 ? 1 : kMatricesV 
 // registers when output, scores and addresses have theirs.
 constexpr int kColumnBytes = (kBiasDtype != 0 ? sizeof(ElementOf<kBiasDtype>::Type) : 0) + kHasMask;
 constexpr int kRowRegisters = kColumns / kRun * (kHasArrays ? kRun * kColumnBytes / 4 : 1);
+constexpr int kRegisters = (65536 / kMinBlocks - 40 * kProducers) / (kThreads - kProducers);
+constexpr int kMostRegisters = kWarpgroups ? 216 : 256;
+constexpr int kScoresTwice = kWarpgroups ? kScoreRegisters * 3 / 2 : 2 * kScoreRegisters;  // also as operands
 constexpr int kRegistersLeft =
-    65536 / (kThreads * kMinBlocks > 256 ? kThreads * kMinBlocks : 256) - 16 - kOutputRegisters - 2 * kScoreRegisters;
+    (kRegisters < kMostRegisters ? kRegisters : kMostRegisters) - 16 - kOutputRegisters - kScoresTwice;
 constexpr int kMostAhead = kRegistersLeft < 32 ? kRegistersLeft : kWarpsPerRow > 1 ? 24 : 32;
 constexpr int kRowsAhead = kRowRegisters >= kMostAhead           ? 1
                            : kRows * kRowRegisters <= kMostAhead ? kRows

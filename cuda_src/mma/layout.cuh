@@ -21,8 +21,9 @@ constexpr int kRowTiles = kRowsPerWarp / 16;
 constexpr int kRows = 2 * kRowTiles;  // of a lane
 constexpr int kWarpKeys = kBlockN / kWarpsPerRow, kWarpFeatures = kHeadDimV / kWarpsPerRow;
 constexpr int kKeyTiles = kWarpKeys / 8, kFeatureTiles = kWarpFeatures / 8;
-constexpr int kColumns = 2 * kKeyTiles;                              // of a lane, in each of its rows
-constexpr int kRun = kWarpgroups ? 2 : kWarpKeys % 32 == 0 ? 8 : 4;  // of them that are neighbours
+constexpr int kColumns = 2 * kKeyTiles;  // of a lane, in each of its rows
+// Of them that are neighbours.
+constexpr int kRun = kWarpgroups && !kHasArrays ? 2 : kWarpKeys % 32 == 0 ? 8 : 4;
 constexpr int kStepsK = kHeadDim / 16, kStepsV = kBlockN / 16;
 constexpr bool kBfloat16 = kDtype == CUFLASH_BFLOAT16;
 

@@ -71,6 +71,21 @@ __device__ __forceinline__ bool any_nan(const RowValues& values) {
     return __any_sync(0xffffffffu, any);
 }
 
+// The largest of the lane's scores in each row, or a size that is as good. What the bias hides is hidden here if its
+// score is not finite; `make_view` has the view then.
+template <typename MakeView>
+__device__ __forceinline__ RowValues find_largest(const TileLogits& logits, Scores& scores, MakeView make_view) {
+    RowValues largest = logits.largest;
+    if (!kPolynomialLogits || !logits.is_polynomial) largest = largest_scores<kBiasDtype != 0>(scores);
+    if constexpr (kBiasDtype != 0) {
+        if (any_nan(largest)) {  // right either way: hiding does no harm
+            hide_by_bias(make_view(), scores);
+            largest = largest_scores<false>(scores);
+        }
+    }
+    return largest;
+}
+
 // The largest logit of the lane's keys in a row, from their largest score.
 __device__ __forceinline__ float largest_logit(const TileLogits& logits, int r, float score) {
     if constexpr (kShiftedLogits) score += logits.shift[r];

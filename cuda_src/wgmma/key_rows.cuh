@@ -7,9 +7,13 @@
 
 namespace cuflash {
 
+// Bias and mask are read by longer runs of neighbouring keys than scores have as they come.
+struct KeyOrder {
+    static __device__ __forceinline__ constexpr int row_at(int place) { return kHasArrays ? key_of(place) : place; }
+};
 struct KeyCopies {
-    PanelCopy<kHeadDim> copy_k;
-    PanelCopy<kHeadDimV> copy_v;
+    PanelCopy<kHeadDim, KeyOrder> copy_k;
+    PanelCopy<kHeadDimV, KeyOrder> copy_v;
 
     __device__ __forceinline__ KeyCopies(const AttentionParams& params, int thread)
         : copy_k(params.k_strides.row, params.head_dim, thread),
@@ -59,7 +63,7 @@ struct KeyRows<true> : KeyCopies {
     __device__ __forceinline__ void look_up(int num_keys) {
         const int thread = thread_index_again() % kGroupThreads, lane = thread % 32;
         const int row = lane / 4 * 16 + thread / 32 * 4 + lane % 4;  // of the tile, the one that the lane looks up
-        const int key = max(first_key + min(row, num_keys - 1), static_cast<int>(place.walk.begin));
+        const int key = max(first_key + min(KeyOrder::row_at(row), num_keys - 1), static_cast<int>(place.walk.begin));
         looked_up = PagedKey(params, place.tile.pages(), key);
         first_key -= kBlockN;
     }
@@ -76,7 +80,7 @@ struct KeyRows<true> : KeyCopies {
 
   private:
     template <bool kWhole, int kWidth>
-    __device__ __forceinline__ void copy(const PanelCopy<kWidth>& copied, Panels<kBlockN, kWidth>& target,
+    __device__ __forceinline__ void copy(const PanelCopy<kWidth, KeyOrder>& copied, Panels<kBlockN, kWidth>& target,
                                          const char* array, const Strides& strides, int num_keys) const {
         const char* const first = array + copied.piece * 16;
         const long long offset = found.offset(strides);
@@ -84,7 +88,7 @@ struct KeyRows<true> : KeyCopies {
 #pragma unroll
         for (int i = 0; i < kBlockN; i += copied.kStep) {
             const char* const row = first + __shfl_sync(0xffffffffu, offset, i / copied.kStep * 4 + lane / 8);
-            copied.load_step(target, row, i, kWhole || copied.row + i < num_keys);
+            copied.load_step(target, row, i, kWhole || copied.row + KeyOrder::row_at(i) < num_keys);
         }
     }
 };

@@ -22,17 +22,25 @@ struct alignas(1024) Panels {
     }
 };
 
+// Which row of an array goes where: sums of rows that share no bits are those of their places.
+struct AsTheyCome {
+    static __device__ __forceinline__ constexpr int row_at(int place) { return place; }
+};
+
 // Copies rows into panels, by the 128 threads of a warpgroup: what a thread knows of all tiles.
-template <int kWidth>
+template <int kWidth, typename Order = AsTheyCome>
 struct PanelCopy {
     static constexpr int kPanels = (kWidth + 63) / 64, kStep = 16;  // swizzles repeat every eight rows
     long long stride;
-    int row, piece;          // the first 16 bytes that are the thread's
+    int row, piece;          // the first 16 bytes that are the thread's: of the array
     int offset;              // of where they go
     int num_bytes[kPanels];  // of them that the array has: all or none
 
     __device__ __forceinline__ PanelCopy(long long stride, int num_features, int thread)
-        : stride(stride), row(thread / 8), piece(thread % 8), offset(row * 128 + (piece ^ row % 8) * 16) {
+        : stride(stride),
+          row(Order::row_at(thread / 8)),
+          piece(thread % 8),
+          offset(thread / 8 * 128 + (piece ^ thread / 8 % 8) * 16) {
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) num_bytes[panel] = panel * 64 + piece * 8 < num_features ? 16 : 0;
     }
@@ -52,8 +60,10 @@ struct PanelCopy {
     __device__ __forceinline__ void load(Panels<kNumRows, kWidth>& target, const char* source, int num_rows) const {
 #pragma unroll
         for (int i = 0; i < kNumRows; i += kStep) {
-            load_step(target, source, kReversed ? kNumRows - kStep - i : i, kWhole || row + i < num_rows);
-            source = unknown(source + kStep * stride);  // else all of a tile's would be kept, and spilled
+            const int next = Order::row_at(i + kStep) - Order::row_at(i);
+            load_step(target, source, kReversed ? kNumRows - kStep - i : i,
+                      kWhole || row + Order::row_at(i) < num_rows);
+            source = unknown(source + next * stride);  // else all of a tile's would be kept, and spilled
         }
     }
 };

@@ -22,6 +22,8 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
         return OWN_INSTRUCTIONS
     if traits.alignment < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
+    if traits.bias == "float64" or traits.num_arrays + traits.page_table > 1:
+        return "a float64 bias, or more than one of bias, mask and pages, take more registers than are left"
     return None
 
 
@@ -93,6 +95,11 @@ def wgmma_cost(traits: Traits) -> Cost:
     return COST
 
 
+def _array_bytes(traits: Traits) -> int:
+    """Of bias and mask, of one logit."""
+    return (ITEMSIZE[traits.bias] if traits.bias else 0) + traits.mask
+
+
 def _most_held(traits: Traits, tile: Tile) -> int:
     """Registers of a thread for scores and output: what is left of 152 to 232 was found by compiling (NVRTC 13.0)."""
     if tile.block_m == 192:
@@ -102,11 +109,13 @@ def _most_held(traits: Traits, tile: Tile) -> int:
         return 132 - taken - 8 * traits.alibi_slopes
     if tile.walks_on and traits.page_table:
         return 176 - 16 * traits.alibi_slopes
-    return 184
+    return 192 if traits.num_arrays and not traits.num_terms else 184
 
 
 def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
+
+    Those that walk on, and three warpgroups, leave no registers for a bias or a mask on its way.
 
     Of tiles that walk on those for few keys, too, each number with the most rows: one is most of a tile of rows.
     """
@@ -116,8 +125,10 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     def fits(tile: Tile) -> bool:
         if tile.block_m == tile.block_n == 64 and (tile.num_threads == 256) != (traits.page_table and widest > 192):
             return False  # of so many features a block is late with pages that it looks up itself
-        # A thread holds a row's output, and scores of a tile twice: as floats, and rounded.
-        held = bucket_v // 2 + tile.block_n * 3 // 4
+        if traits.num_arrays and (tile.walks_on or tile.block_m == 192):
+            return False
+        # A thread holds a row's output, and scores of a tile twice: as floats, and rounded; bias or mask of a row.
+        held = bucket_v // 2 + tile.block_n * 3 // 4 + tile.block_n * _array_bytes(traits) // 16
         return held <= _most_held(traits, tile) and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
     kinds: dict[tuple[int, bool], Tile] = {}
@@ -135,5 +146,6 @@ def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     if tile.block_m > 64:
         return 1
     are_small = wgmma_bucket(traits.head_dim_v) <= 64 and traits.out_dtype != "float32"
-    most = 2 if tile.num_threads > 128 else 4 if are_small else 3
+    has_few_terms = _array_bytes(traits) + traits.num_terms <= 2
+    most = 2 if tile.num_threads > 128 else 4 if are_small and has_few_terms else 3
     return min(most, blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile)))
