@@ -19,6 +19,7 @@ struct ArrayRows {
     __device__ __forceinline__ void begin(const View& view) {
         const LogitRow& row = view.rows[view.lane % kRowsPerWarp].logit;
         const RowContext context = row_context(view.params, view.tile, row, view.n_begin);
+        // right either way: it only keeps what is read inside the arrays
         const long long keys_beside = min(view.n_begin, view.tile.seqlen_k - view.n_begin - kWarpKeys);
         const bool vectors = __all_sync(0xffffffffu, has_vectors<kRun>(view.params, context));
         // right either way: it only keeps what is read inside the arrays
