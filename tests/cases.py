@@ -112,8 +112,8 @@ def _scores() -> list[Case]:
         shape_q, shape_k, bias = (2, 3, 70, 16), (2, 3, 200, 16), (shape, "float32")
         cases.append(Case(f"bias-{name}", shape_q, shape_k, arrays={"bias": bias}, options={"causal": True}))
         cases.append(Case(f"mask-{name}", shape_q, shape_k, arrays={"mask": (shape, "bool")}))
-    odd: dict[str, tuple[Shape, str]] = {"bias": ((70, 199), "float16"), "mask": ((70, 199), "bool")}
-    cases.append(Case("bias-mask-odd", (1, 2, 70, 32), (1, 2, 199, 32), arrays=odd))
+    odd: dict[str, tuple[Shape, str]] = {"bias": ((73, 199), "float16"), "mask": ((73, 199), "bool")}
+    cases.append(Case("bias-mask-odd", (1, 2, 73, 32), (1, 2, 199, 32), arrays=odd))
     for dtype, shape in [("float16", (4,)), ("float32", (2, 4)), ("bfloat16", (2, 1)), ("float64", ())]:
         cases.append(Case(f"alibi-{dtype}", (2, 4, 70, 32), (2, 2, 90, 32), arrays={"alibi_slopes": (shape, dtype)}))
         sinks = {"sinks": (shape, dtype)}

@@ -13,7 +13,7 @@ enum class Reads {
     kPieces,    // by the aligned pieces that hold them, and neighbours up to kMostBeside of them
     kVectors,   // at once
 };
-constexpr int kMostBeside = 7;
+constexpr int kMostBeside = 8;
 
 // Whether kCount neighbouring columns of a row can be read at once, wherever they begin in steps of kCount.
 template <int kCount, typename Value>

@@ -93,7 +93,7 @@ def biases_and_masks_that_lie_anywhere(emulator: Emulator) -> None:
     arrays |= {"mask": {"mask": np.dtype(bool)}, "both": {"bias": DTYPES["float32"], "mask": np.dtype(bool)}}
     for tile, dtypes in product(("128x256", "8x256"), arrays.values()):
         pinned = Emulator(KERNEL, tile, sources=emulator.sources)
-        for keys, offset in ((288, 0), (281, 1), (283, 2), (288, 3), (286, 9)):
+        for keys, offset in ((288, 0), (281, 1), (287, 1), (283, 2), (288, 3), (286, 9)):
             aligned, options = {}, {}
             for name, dtype in dtypes.items():
                 memory = np.full((70, 299), True if name == "mask" else np.nan, dtype)
