@@ -23,7 +23,7 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
     if traits.alignment < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
     if traits.bias == "float64" or traits.num_arrays + traits.page_table > 1:
-        return "a float64 bias, or more than one of bias, mask and pages, take more registers than are left"
+        return "a float64 bias, or more than one of bias, mask and pages, needs more registers than are left"
     return None
 
 
