@@ -101,13 +101,11 @@ struct Worker {
     // Logits, and weights relative to the rows' references, which O follows.
     __device__ __forceinline__ void weigh(int i, const View& view, bool at_edge, Scores& scores, TileLogits& logits,
                                           Weights& weights) {
-        scores_to_logits(view, scores, logits);
-        // right either way: all of it is visible
-        if (at_edge) hide_scores(view, logits, scores);
+        scores_to_logits(view, at_edge, scores, logits);
         RowValues maxima = states.maxima(view.warp);
-        const RowValues largest = find_largest(logits, scores, [&] { return view_of(i, place_of_warp()); });
         RowValues factors = {};  // else the compiler has registers for those of the last tile
-        if (follow_maxima(maxima, largest, logits, multiplier, states, factors, shared.exchange, view.warp))
+        if (follow_maxima(maxima, view, at_edge, scores, logits, multiplier, states, factors, shared.exchange,
+                          [&] { return view_of(i, place_of_warp()); }))
             rescale(o, factors);
         scores_to_weights(scores, logits, references_of(maxima, logits, multiplier), multiplier, states.row_sum);
         round_weights(weights, scores);

@@ -107,12 +107,9 @@ struct RowWarp {
     }
     // Scores become logits, whose maxima the references follow. True if O has to follow these, by `factors`.
     __device__ __forceinline__ bool find_logits(int i, ScoreTile& tile, RowValues& factors) {
-        scores_to_logits(tile.view, tile.scores, tile.logits);
-        // right either way: all of it is visible
-        if (tile.at_edge) hide_scores(tile.view, tile.logits, tile.scores);
-        const RowValues largest = find_largest(tile.logits, tile.scores, [&] { return view_of(i); });
-        const bool outgrown = follow_maxima(tile.maxima, largest, tile.logits, multiplier, states, factors,
-                                            shared.exchange, tile.view.warp);
+        scores_to_logits(tile.view, tile.at_edge, tile.scores, tile.logits);
+        const bool outgrown = follow_maxima(tile.maxima, tile.view, tile.at_edge, tile.scores, tile.logits, multiplier,
+                                            states, factors, shared.exchange, [&] { return view_of(i); });
         // right either way: they are what they were
         if (outgrown) tile.references = references_of(tile.maxima, tile.logits, multiplier);
         begin_weights(tile.scores, tile.logits, tile.references, multiplier);

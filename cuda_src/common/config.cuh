@@ -126,8 +126,8 @@ constexpr bool kPrepared = CUFLASH_PREPARED;
 constexpr int kMinBlocks = CUFLASH_MIN_BLOCKS;
 constexpr bool kHasMask = CUFLASH_MASK;
 constexpr bool kHasAlibi = CUFLASH_ALIBI;
-constexpr int kSoftcapDegree = CUFLASH_SOFTCAP;
-constexpr bool kHasSoftcap = kSoftcapDegree != 0;
+constexpr int kCapDegree = CUFLASH_SOFTCAP;
+constexpr bool kHasSoftcap = kCapDegree != 0;
 constexpr bool kAddsTerms = kBiasDtype != 0 || kHasAlibi;  // to scaled scores
 constexpr bool kHasRowTerms = kAddsTerms || kHasMask;      // logits need more than their scores
 constexpr bool kHasArrays = kBiasDtype != 0 || kHasMask;   // one is read for every logit

@@ -6,10 +6,11 @@
 
 namespace cuflash {
 
-constexpr bool kUsualSoftcap = kSoftcapDegree > 1;  // tanh by one exponential is exact enough
-constexpr bool kPerRow = kHasRowTerms;              // logits need more than their scores
+constexpr bool kUsualSoftcap = kCapDegree > 1;  // tanh by one exponential is exact enough
+constexpr bool kPerRow = kHasRowTerms;          // logits need more than their scores
 // Features alone, which have a short form, see mma/logits.cuh.
 constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
+constexpr bool kCapsOneByOne = kHasSoftcap && !kUsualSoftcap && !kPerRow;
 // Slopes alone are part of what products are added to, but where other instructions must not touch that.
 constexpr bool kShiftedLogits = kOnlySlopes && !kWarpgroups;
 
@@ -40,10 +41,11 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         const double ratio = params.scale_by_softcap;
         // tanh(x) up to |x| = limit: its series, with the terms of higher degree replaced by the nearest polynomials of
         // lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of float16 relative to any of
-        // them. Degree 5 errs by 6e-7 up to 0.35, degree 3 by limit^5 / 120: 2^-15 of a logit.
+        // them. Degree 3 errs by limit^5 / 120, degree 5 by limit^7 / 1000: some 2^-15 of a logit.
         constexpr float kLargestError = 1.0f / (1 << 15);
         const float softcap = static_cast<float>(params.softcap);
-        const float widest = kSoftcapDegree == 3 ? exponential(0.2f * logarithm(120 * kLargestError / softcap)) : 0.35f;
+        constexpr float kPower = kCapDegree + 2, kFactor = kCapDegree == 3 ? 120 : 1000;
+        const float widest = exponential(logarithm(kFactor * kLargestError / softcap) / kPower);
         const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
         // The last coefficient must not vanish: it is what makes hidden scores low.
         const double fifth_power = ratio * ratio * ratio * ratio * ratio;
@@ -56,8 +58,7 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         double odd[] = {1 + (0.109375 * seventh - 0.03515625 * ninth) * square * square,
                         -1.0 / 3 + (-0.875 * seventh + 0.46875 * ninth) * square,
                         2.0 / 15 + 1.75 * seventh - 1.6875 * ninth};
-        if (kSoftcapDegree == 3)
-            odd[0] -= 0.3125 * odd[2] * square * square, odd[1] += 1.25 * odd[2] * square, odd[2] = 0;
+        if (kCapDegree == 3) odd[0] -= 0.3125 * odd[2] * square * square, odd[1] += 1.25 * odd[2] * square, odd[2] = 0;
         double power = ratio;
         for (int i = 0; i < 3; ++i, power *= ratio * ratio) unit.odd[i] = static_cast<Accumulator>(odd[i] * power);
     } else if constexpr (!kHasSoftcap) {

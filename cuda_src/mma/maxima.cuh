@@ -3,7 +3,6 @@
 
 #include "common/softmax.cuh"
 #include "mma/logits.cuh"
-#include "ptx/maximum.cuh"
 
 namespace cuflash {
 
@@ -45,25 +44,6 @@ struct RowStates {
     }
 };
 
-// The largest of the lane's scores in each row. `kKeepNan`: NaN if there is one, else the largest of the others.
-template <bool kKeepNan>
-__device__ __forceinline__ RowValues largest_scores(Scores& scores) {
-    RowValues largest;
-    const auto larger = [](float a, float b) { return kKeepNan ? maximum_or_nan(a, b) : maximum(a, b); };
-    constexpr int kChains = kRows > 2 ? 1 : 2;  // of each row: four in all, as one maximum waits for another
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-        float chains[kChains];
-#pragma unroll
-        for (int i = 0; i < kColumns; ++i) {
-            const float score = at(scores, r, i);
-            chains[i % kChains] = i < kChains ? score : larger(chains[i % kChains], score);
-        }
-        largest[r] = kChains == 1 ? chains[0] : larger(chains[0], chains[kChains - 1]);
-    }
-    return largest;
-}
-
 __device__ __forceinline__ bool any_nan(const RowValues& values) {
     bool any = false;
 #pragma unroll
@@ -75,8 +55,8 @@ __device__ __forceinline__ bool any_nan(const RowValues& values) {
 // score is not finite; `make_view` has the view then.
 template <typename MakeView>
 __device__ __forceinline__ RowValues find_largest(const TileLogits& logits, Scores& scores, MakeView make_view) {
-    RowValues largest = logits.largest;
-    if (!kPolynomialLogits || !logits.is_polynomial) largest = largest_scores<kBiasDtype != 0>(scores);
+    if constexpr (kPolynomialLogits) return logits.largest;
+    RowValues largest = largest_scores<kBiasDtype != 0>(scores);
     if constexpr (kBiasDtype != 0) {
         if (any_nan(largest)) {  // right either way: hiding does no harm
             hide_by_bias(make_view(), scores);
@@ -106,19 +86,37 @@ __device__ __forceinline__ void exchange_maxima(RowValues& largest, Exchange& ex
     for (int r = 0; r < kRows; ++r) largest[r] = maximum(largest[r], maxima[1 - warp.share][row_of(r, warp.lane)]);
 }
 
-// Leaves in `maxima` the references of the rows' weights, given the largest score of the lane in each. Where one has
-// been outgrown, the sums follow; O has to be multiplied by `factors` then.
-__device__ __forceinline__ bool follow_maxima(RowValues& maxima, RowValues largest, const TileLogits& logits,
-                                              float multiplier, RowStates& states, RowValues& factors,
-                                              Exchange& exchange, const Warp& warp) {
+// The lane's largest logit of each row, given its largest score. True if one has outgrown the row's reference.
+__device__ __forceinline__ bool outgrow(const RowValues& maxima, const RowValues& largest, const TileLogits& logits,
+                                        float multiplier, RowValues& largest_logits) {
     bool outgrown = false;
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-        largest[r] = largest_logit(logits, r, largest[r]);
+        largest_logits[r] = largest_logit(logits, r, largest[r]);
         // right either way: maxima may grow at any time
-        outgrown |= (largest[r] - maxima[r]) * multiplier > kSlackBits;
+        outgrown |= (largest_logits[r] - maxima[r]) * multiplier > kSlackBits;
     }
-    if (!warp.any(outgrown)) return false;  // right either way: maxima may grow at any time
+    return outgrown;
+}
+
+// Leaves in `maxima` the references of the rows' weights. Where one has been outgrown, all follow, as do the sums; O
+// has to be multiplied by `factors` then. Most tiles of capped scores need only this one vote.
+template <typename MakeView>
+__device__ __forceinline__ bool follow_maxima(RowValues& maxima, const View& view, bool at_edge, Scores& scores,
+                                              TileLogits& logits, float multiplier, RowStates& states,
+                                              RowValues& factors, Exchange& exchange, MakeView make_view) {
+    const Warp& warp = view.warp;
+    RowValues largest;
+    bool changes = outgrow(maxima, find_largest(logits, scores, make_view), logits, multiplier, largest);
+    if constexpr (kPolynomialLogits) changes |= at_edge | beyond(logits.largest, view.unit.small);
+    if (!warp.any(changes)) return false;  // right either way: maxima may grow at any time
+    if constexpr (kPolynomialLogits) {
+        cap_large_scores(view.unit, scores, logits);
+        // right either way: all of it is visible
+        if (at_edge) hide_scores(make_view(), logits, scores);
+        changes = outgrow(maxima, logits.largest, logits, multiplier, largest);
+        if (!warp.any(changes)) return false;  // right either way: maxima may grow at any time
+    }
 #pragma unroll
     for (int r = 0; r < kRows; ++r) largest[r] = maximum(maxima[r], quad_maximum(largest[r]));
     if constexpr (kWarpsPerRow > 1) exchange_maxima(largest, exchange, warp);

@@ -203,8 +203,9 @@ def test_softcap_of_unusual_scores(function: Any) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("cap", [5, 16, 30, 50, 100, 256])
-def test_polynomial_of_softcap_keeps_to_the_error_rule(cap: int, dtype: str) -> None:
-    case = Case(f"softcap-{cap}", (1, 2, 70, 32), (1, 2, 150, 32), options={"softcap": cap, "scale": 0.3})
+@pytest.mark.parametrize("scale", [0.3, 1.2], ids=["small", "bent"])
+def test_polynomial_of_softcap_keeps_to_the_error_rule(cap: int, scale: float, dtype: str) -> None:
+    case = Case(f"softcap-{cap}", (1, 2, 70, 32), (1, 2, 150, 32), options={"softcap": cap, "scale": scale})
     data, emulator = make_data(case, dtype), Emulator("forward_mma")
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=True)
 
