@@ -41,12 +41,12 @@ __device__ __forceinline__ LogitUnit logit_unit(const AttentionParams& params) {
         const double ratio = params.scale_by_softcap;
         // tanh(x) up to |x| = limit: its series, with the terms of higher degree replaced by the nearest polynomials of
         // lower degree (Chebyshev). Weights of logits up to 8.6 stay in the normal range of float16 relative to any of
-        // them. Degree 3 errs by limit^5 / 120, degree 5 by limit^7 / 1000: some 2^-15 of a logit.
+        // them. Degree 3 errs by limit^5 / 120, degree 5 by limit^7 / 1000 up to 0.5: some 2^-15 of a logit.
         constexpr float kLargestError = 1.0f / (1 << 15);
         const float softcap = static_cast<float>(params.softcap);
         constexpr float kPower = kCapDegree + 2, kFactor = kCapDegree == 3 ? 120 : 1000;
         const float widest = exponential(logarithm(kFactor * kLargestError / softcap) / kPower);
-        const double limit = minimum(widest, 8.6f / softcap), square = limit * limit;
+        const double limit = minimum(minimum(widest, 0.5f), 8.6f / softcap), square = limit * limit;
         // The last coefficient must not vanish: it is what makes hidden scores low.
         const double fifth_power = ratio * ratio * ratio * ratio * ratio;
         // right either way: the polynomial is the shorter way

@@ -210,6 +210,13 @@ def test_polynomial_of_softcap_keeps_to_the_error_rule(cap: int, scale: float, d
     check(case, data, run(case, data, np, emulator.function(case)), rounds_weights=True)
 
 
+@pytest.mark.parametrize("scale", [0.03, 0.3, 3.0, 30.0])
+def test_logits_below_a_tiny_softcap_count_nothing(scale: float) -> None:
+    q, k, v = draw(1, 70, 32), draw(1, 150, 32, seed=1), draw(1, 150, 32, seed=2)
+    _, lse = Emulator("forward_mma").attention(q, k, v, softcap=1e-6, scale=scale * 1e-6, return_lse=True)
+    np.testing.assert_allclose(lse, np.log(150), rtol=0, atol=2e-6)
+
+
 def test_tokens_of_no_sequence_have_no_slopes() -> None:
     x, boundaries = np.ones((3, 1, 8), np.float16), np.zeros(1, np.int32)
     emulator = Emulator("forward_mma")
