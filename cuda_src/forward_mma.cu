@@ -248,9 +248,11 @@ struct PingPong : Worker {
         next.template load_part<kStepsK>(strides, stage_of(i + 1), has_next, part);
     }
 
+    // All warps. The halves come from different places, which __syncthreads is not for.
+    __device__ __forceinline__ void wait_for_block() const { barrier_wait(14, kThreads); }
     __device__ __forceinline__ void arrive() const {
         cp_async_wait();
-        __syncthreads();
+        wait_for_block();
     }
     // Keeps the half that lags together. The first values are sent for only here: the block is alone on a
     // multiprocessor, and multiplies the first keys meanwhile.
@@ -264,7 +266,7 @@ struct PingPong : Worker {
     __device__ __forceinline__ void wait_for_first_values(int i) const {
         if (i != 0) return;  // right either way: nothing else is on its way
         cp_async_wait_group<0>();
-        __syncthreads();
+        wait_for_block();
     }
 
     // Scores and weights of tile i, after O += PV of the one before it. False when there was no other left.
