@@ -6,6 +6,7 @@
 //   shared memory  inside the block's share, written before it is read, not while an asynchronous copy is on its way,
 //                  and ordered by a barrier, or by a chain of them, whenever two threads touch the same bytes and
 //                  one of them writes
+//   barriers       of all threads of a block: at one place of the code, as compute-sanitizer's synccheck wants
 //
 // A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
 #include <setjmp.h>
