@@ -3,12 +3,9 @@
 
 namespace cuflash {
 
-// A place of its own for each call, as on a GPU.
-__forceinline__ void barrier_wait(int barrier, int num_threads) {
-    cpu_cuda_sync_some(barrier, num_threads, false, false);
-}
+inline void barrier_wait(int barrier, int num_threads) { cpu_cuda_sync_some(barrier, num_threads, false, false); }
 
-__forceinline__ bool barrier_any(int barrier, int num_threads, bool predicate) {
+inline bool barrier_any(int barrier, int num_threads, bool predicate) {
     return cpu_cuda_sync_some(barrier, num_threads, true, predicate);
 }
 
