@@ -79,8 +79,9 @@ bool cpu_cuda_mutant(int mutant);
 bool cpu_cuda_guard(int mutant, bool forced, bool actual);
 }
 
-inline void __syncthreads() { cpu_cuda_sync_block(); }
-inline int __syncthreads_or(int predicate) { return cpu_cuda_sync_some(0, blockDim.x, true, predicate != 0); }
+// A place of its own for each call, as on a GPU.
+__forceinline__ void __syncthreads() { cpu_cuda_sync_block(); }
+__forceinline__ int __syncthreads_or(int predicate) { return cpu_cuda_sync_some(0, blockDim.x, true, predicate != 0); }
 
 inline void __syncwarp(unsigned int mask = 0xffffffffu) {
     if (mask != 0xffffffffu) cpu_cuda_fail("__syncwarp: masks other than all 32 lanes are not covered");

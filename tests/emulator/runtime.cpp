@@ -6,6 +6,7 @@
 //   shared memory  inside the block's share, written before it is read, not while an asynchronous copy is on its way,
 //                  and ordered by a barrier, or by a chain of them, whenever two threads touch the same bytes and
 //                  one of them writes
+//   barriers       of all threads of a block: at one place of the code, as compute-sanitizer's synccheck wants
 //
 // A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
 #include <setjmp.h>
@@ -86,7 +87,8 @@ struct Arrival {
 struct Barrier {
     const char* name;  // of the operation that the first warp to arrive waits in
     int num_threads;
-    uint32_t warps;  // that have arrived
+    uintptr_t place;  // where the first warp to arrive waits
+    uint32_t warps;   // that have arrived
     bool vote;
     // One warp of the last use, and the time that began for it then: who does not know of it might have come before.
     int last_warp;
@@ -148,6 +150,7 @@ Launch* launch;
 jmp_buf scheduler;
 int current;  // thread that runs
 unsigned int num_at_barrier;
+uintptr_t block_waits_at;  // where the first thread to come to __syncthreads waits
 unsigned int num_returned;
 bool failed;
 bool unchecked;  // the runtime itself is at work in a kernel's code
@@ -460,6 +463,9 @@ bool arrive_with_warp(const char* name, const void* input, void* output, uintptr
     return warp.num_arrived == 0;
 }
 
+// compute-sanitizer ends a program for it, even where a barrier's number makes it right.
+constexpr char kOtherPlace[] = "calls %s at another place than other threads of the block";
+
 // The last lane of a warp comes to a named barrier. Returns whether it is the last warp.
 bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
     const Warp& warp = warps[current / kWarpSize];
@@ -469,6 +475,7 @@ bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
     if (barrier.warps == 0) {
         barrier.name = name;
         barrier.num_threads = arrival(0).num_threads;
+        barrier.place = pc;
         barrier.vote = false;
     }
     if (name != barrier.name) fail(pc, "calls %s while other warps wait in %s", name, barrier.name);
@@ -478,6 +485,8 @@ bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
                  barrier.num_threads);
         barrier.vote |= arrival(lane).predicate;
     }
+    if (barrier.num_threads == static_cast<int>(launch->num_threads) && pc != barrier.place)
+        fail(pc, kOtherPlace, name);
     barrier.warps |= 1u << current / kWarpSize;
     return __builtin_popcount(barrier.warps) * kWarpSize == barrier.num_threads;
 }
@@ -539,7 +548,10 @@ bool cpu_cuda_guard(int which, bool forced, bool actual) {
 }
 
 void cpu_cuda_sync_block() {
-    if (num_returned != 0) fail(reinterpret_cast<uintptr_t>(CALLER), "__syncthreads after other threads have returned");
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    if (num_returned != 0) fail(pc, "__syncthreads after other threads have returned");
+    if (num_at_barrier == 0) block_waits_at = pc;
+    if (pc != block_waits_at) fail(pc, kOtherPlace, "__syncthreads");
     if (++num_at_barrier < launch->num_threads) return wait_as(State::kWaitsForBlock);
     num_at_barrier = 0;
     pass_barrier(mask_of_block());

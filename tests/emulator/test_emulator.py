@@ -215,6 +215,14 @@ BARRIER_FINDINGS = {
         "barrier_wait(thread < 64 ? 4 : 5, 128); barrier_wait(thread < 64 ? 5 : 4, 128);",
         "from thread 0 in barrier_wait 4; .* from thread 64 in barrier_wait 5",
     ),
+    "two places": (
+        "if (warp < 2) { barrier_wait(1, 128); out[thread] = 1; } else { out[thread] = 2; barrier_wait(1, 128); }",
+        "calls barrier_wait 1 at another place than other threads of the block",
+    ),
+    "two places of the block": (
+        "if (warp < 2) { __syncthreads(); out[thread] = 1; } else { out[thread] = 2; __syncthreads(); }",
+        "calls __syncthreads at another place than other threads of the block",
+    ),
     "a barrier of the block instead": (
         "if (thread < 32) __syncthreads(); else barrier_wait(1, 128);",
         "from thread 0 in __syncthreads; from thread 32 in barrier_wait 1",
@@ -525,7 +533,6 @@ def test_warps_exchange_over_a_barrier(back_end: str, tmp_path: Path) -> None:
 def test_order_passes_on_from_barrier_to_barrier(back_end: str, tmp_path: Path) -> None:
     """Warp 2 sees what warp 0 wrote, and writes where warps 0 and 1 have read, without having met warp 0."""
     body = """
-        if (warp == 3) __syncthreads();
         if (warp == 0) shared[lane] = in[lane];
         __syncwarp();
         if (warp == 0) out[thread] = shared[31 - lane];
@@ -537,7 +544,7 @@ def test_order_passes_on_from_barrier_to_barrier(back_end: str, tmp_path: Path) 
             __syncwarp();
             shared[31 - lane] = 2 * in[lane];
         }
-        if (warp < 3) __syncthreads();
+        __syncthreads();
         if (warp == 3) out[thread] = shared[lane];
     """
     values = np.random.default_rng(0).standard_normal(32).astype(np.float32)

@@ -3,9 +3,12 @@
 
 namespace cuflash {
 
-inline void barrier_wait(int barrier, int num_threads) { cpu_cuda_sync_some(barrier, num_threads, false, false); }
+// A place of its own for each call, as on a GPU.
+__forceinline__ void barrier_wait(int barrier, int num_threads) {
+    cpu_cuda_sync_some(barrier, num_threads, false, false);
+}
 
-inline bool barrier_any(int barrier, int num_threads, bool predicate) {
+__forceinline__ bool barrier_any(int barrier, int num_threads, bool predicate) {
     return cpu_cuda_sync_some(barrier, num_threads, true, predicate);
 }
 
