@@ -219,7 +219,6 @@ struct InStep : Worker {
 // behind. Each half copies what it is through with first: that which lags V, the other one K.
 struct PingPong : Worker {
     bool lags;
-    bool pending = false;  // weights of the last tile are to be multiplied by V
     const Strides& strides;
     CopyK next;
 
@@ -248,10 +247,17 @@ struct PingPong : Worker {
         next.template load_part<kStepsK>(strides, stage_of(i + 1), has_next, part);
     }
 
-    // By a branch that the halves take one after the other, which __syncthreads is not for.
+    // One half comes in front of a product, the other one behind it: each waits at a barrier of its own, where the
+    // other one arrives. That which lags goes on when all of the other one have, else it might come again before they
+    // have waited.
+    __device__ __forceinline__ void wait_for_other_half() const {
+        if (lags) barrier_arrive(13, kThreads);
+        barrier_wait(lags ? 14 : 13, kThreads);
+        if (!lags) barrier_arrive(14, kThreads);
+    }
     __device__ __forceinline__ void arrive() const {
         cp_async_wait();
-        barrier_wait(14, kThreads);
+        wait_for_other_half();
     }
     // Keeps the half that lags together. The first values are sent for only here: the block is alone on a
     // multiprocessor, and multiplies the first keys meanwhile.
@@ -265,7 +271,7 @@ struct PingPong : Worker {
     __device__ __forceinline__ void wait_for_first_values(int i) const {
         if (i != 0) return;  // right either way: nothing else is on its way
         cp_async_wait_group<0>();
-        barrier_wait(14, kThreads);
+        __syncthreads();
     }
 
     // Scores and weights of tile i, after O += PV of the one before it. False when there was no other left.
@@ -274,31 +280,18 @@ struct PingPong : Worker {
         const bool has_next = i + 1 < walk.num_tiles;
         aim_copies(i, warp);
         const bool is_over = i == walk.num_tiles;
-        // One barrier, in front of the product or behind it: compute-sanitizer wants all warps at the same instruction.
-#pragma unroll 1
-        for (int step = 0; step < 2; ++step) {
-            if ((step == 0) == lags) {
-                if (!is_over) arrive();  // right either way: once more does no harm
-            } else if (pending) {
-                accumulate(i - 1, warp, {}, [](int) {});
-            }
-        }
+        if (lags && !is_over) arrive();
+        if (i > 0) accumulate(i - 1, warp, {}, [](int) {});
         if (is_over) return false;
-        if (lags) wait_for_half(i, warp);
+        if (!lags) arrive();
+        else wait_for_half(i, warp);
         const bool at_edge = walk.at_edge(i);
         const View before = view_of(i, warp);
-        // right either way: some row sees a tile that is not at the edge, and what none sees has no weight
-        pending = !kSkipUnseen || !at_edge || before.any_row_sees();
-        if (pending) {  // right either way: the same
-            Scores scores;
-            TileLogits logits;
-            Weights weights;
-            score(i, before, scores, logits, [&](int part) { copy_part(i, has_next, part); });
-            weigh(i, view_of(i, place_of_warp()), at_edge, scores, logits, weights);
-        } else {
-#pragma unroll
-            for (int part = 0; part < kStepsK; ++part) copy_part(i, has_next, part);
-        }
+        Scores scores;
+        TileLogits logits;
+        Weights weights;
+        score(i, before, scores, logits, [&](int part) { copy_part(i, has_next, part); });
+        weigh(i, view_of(i, place_of_warp()), at_edge, scores, logits, weights);
         wait_for_first_values(i);
         return true;
     }

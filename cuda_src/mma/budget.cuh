@@ -28,7 +28,7 @@ using KeptQueries = Queries[kKeepQ ? kStepsK : 1];
 // What a block walks through is a copy in registers, or else read where the block has it.
 constexpr bool kKeepWalk = kProducers != 0 || (kWarpsPerRow == 1 && !kFewRegisters && kThreads * kMinBlocks <= 256);
 
-// Warps pass by tiles that none of their rows sees, where that does not cost the registers of others.
+// Warps in step pass by tiles that none of their rows sees, where that does not cost the registers of others.
 constexpr bool kSkipUnseen = kStages > 1 && kOutputRegisters + kScoreRegisters <= 160;
 
 // Matrices of V that are on their way from shared memory while as many are multiplied by shared weights: equal parts

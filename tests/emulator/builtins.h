@@ -54,6 +54,8 @@ void cpu_cuda_sync_block();
 // Waits for as many threads, whole warps, in the barrier of this number; 0 is that of the whole block. Returns whether
 // any of them brought a true predicate. Those that vote and those that do not are an error in one barrier.
 bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate);
+// Comes to one without waiting.
+void cpu_cuda_arrive_some(int barrier, int num_threads);
 // Barriers in shared memory, each of a phase at a time; all lanes of a warp arrive or wait together.
 void cpu_cuda_mbarrier_init(void* address, int num_warps);
 void cpu_cuda_mbarrier_arrive(const void* address);

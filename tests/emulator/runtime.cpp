@@ -81,16 +81,19 @@ struct Warp {
 // What a lane brings to a named barrier.
 struct Arrival {
     int num_threads;
-    bool predicate;
+    bool votes, predicate;
 };
 
 struct Barrier {
-    const char* name;  // of the operation that the first warp to arrive waits in
+    const char* name;  // of the operation that the first warp has come to
     int num_threads;
-    uintptr_t place;  // where the first warp to arrive waits
-    uint32_t warps;   // that have arrived
+    bool votes;
+    uintptr_t place;            // where the first warp to wait waits
+    uint32_t warps, waiting;    // that have arrived, and those of them that wait
+    uint32_t known[kMaxWarps];  // by those that do not, when they arrived
     bool vote;
-    // One warp of the last use, and the time that began for it then: who does not know of it might have come before.
+    // One that waited in the last use, and the time that began for it then: who does not know of it might have come
+    // before.
     int last_warp;
     uint32_t last_time;
 };
@@ -104,13 +107,13 @@ struct PhaseBarrier {
     uint32_t known[kMaxWarps], known_at_end[kMaxWarps];
 };
 
-// The operation is a part of the name, as the two may not meet in one barrier.
 const struct BarrierNames {
-    char wait[kNumBarriers][16], any[kNumBarriers][16];
+    char wait[kNumBarriers][20], any[kNumBarriers][20], arrive[kNumBarriers][20];
     BarrierNames() {
         for (int barrier = 0; barrier < kNumBarriers; ++barrier) {
             snprintf(wait[barrier], sizeof(wait[barrier]), "barrier_wait %d", barrier);
             snprintf(any[barrier], sizeof(any[barrier]), "barrier_any %d", barrier);
+            snprintf(arrive[barrier], sizeof(arrive[barrier]), "barrier_arrive %d", barrier);
         }
     }
 } barrier_names;
@@ -436,18 +439,24 @@ void finish_copies(const std::vector<Copy>& copies) {
 
 uint32_t mask_of_block() { return ~0u >> (kMaxWarps - launch->num_threads / kWarpSize); }
 
-// Lets the threads of these warps go on, ordered after all that any of them did before.
-void pass_barrier(uint32_t mask) {
-    uint32_t known[kMaxWarps] = {};
-    for (int warp = 0; warp < kMaxWarps; ++warp) {
-        if (!(mask >> warp & 1)) continue;
-        ++warps[warp].known[warp];
-        for (int other = 0; other < kMaxWarps; ++other) known[other] = std::max(known[other], warps[warp].known[other]);
+void learn(uint32_t (&known)[kMaxWarps], const uint32_t (&more)[kMaxWarps]) {
+    for (int warp = 0; warp < kMaxWarps; ++warp) known[warp] = std::max(known[warp], more[warp]);
+}
+
+void let_go_on(int warp) {
+    for (int lane = 0; lane < kWarpSize; ++lane) fibers[warp * kWarpSize + lane].state = State::kReady;
+}
+
+// Lets the threads of these warps go on, ordered after all that any of them did before, and what is `known` to others.
+void pass_barrier(uint32_t mask, uint32_t (&known)[kMaxWarps]) {
+    for (uint32_t rest = mask; rest != 0; rest &= rest - 1) {
+        Warp& warp = warps[__builtin_ctz(rest)];
+        ++warp.known[__builtin_ctz(rest)];
+        learn(known, warp.known);
     }
-    for (int warp = 0; warp < kMaxWarps; ++warp) {
-        if (!(mask >> warp & 1)) continue;
-        memcpy(warps[warp].known, known, sizeof(known));
-        for (int lane = 0; lane < kWarpSize; ++lane) fibers[warp * kWarpSize + lane].state = State::kReady;
+    for (; mask != 0; mask &= mask - 1) {
+        memcpy(warps[__builtin_ctz(mask)].known, known, sizeof(known));
+        let_go_on(__builtin_ctz(mask));
     }
 }
 
@@ -466,8 +475,8 @@ bool arrive_with_warp(const char* name, const void* input, void* output, uintptr
 // compute-sanitizer ends a program for it, even where a barrier's number makes it right.
 constexpr char kOtherPlace[] = "calls %s at another place than other threads of the block";
 
-// The last lane of a warp comes to a named barrier. Returns whether it is the last warp.
-bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
+// The last lane of a warp comes to a named barrier.
+void arrive_with_others(Barrier& barrier, const char* name, bool waits, uintptr_t pc) {
     const Warp& warp = warps[current / kWarpSize];
     const auto arrival = [&](int lane) { return *static_cast<const Arrival*>(warp.inputs[lane]); };
     if (warp.known[barrier.last_warp] < barrier.last_time)
@@ -475,20 +484,45 @@ bool arrive_with_others(Barrier& barrier, const char* name, uintptr_t pc) {
     if (barrier.warps == 0) {
         barrier.name = name;
         barrier.num_threads = arrival(0).num_threads;
-        barrier.place = pc;
+        barrier.votes = arrival(0).votes;
         barrier.vote = false;
+        memset(barrier.known, 0, sizeof(barrier.known));
     }
-    if (name != barrier.name) fail(pc, "calls %s while other warps wait in %s", name, barrier.name);
+    if (arrival(0).votes != barrier.votes) fail(pc, "calls %s while other warps wait in %s", name, barrier.name);
     for (int lane = 0; lane < kWarpSize; ++lane) {
         if (arrival(lane).num_threads != barrier.num_threads)
             fail(pc, "calls %s for %d threads while others wait in it for %d", name, arrival(lane).num_threads,
                  barrier.num_threads);
         barrier.vote |= arrival(lane).predicate;
     }
+    const uint32_t mask = 1u << current / kWarpSize;
+    if (barrier.warps & mask) fail(pc, "calls %s twice before others have come", name);
+    barrier.warps |= mask;
+    if (!waits) return;
+    if (barrier.waiting == 0) barrier.place = pc;
+    barrier.waiting |= mask;
     if (barrier.num_threads == static_cast<int>(launch->num_threads) && pc != barrier.place)
         fail(pc, kOtherPlace, name);
-    barrier.warps |= 1u << current / kWarpSize;
-    return __builtin_popcount(barrier.warps) * kWarpSize == barrier.num_threads;
+}
+
+// Lets those go on that wait in a named barrier, if all have come.
+void pass_if_complete(Barrier& barrier) {
+    if (__builtin_popcount(barrier.warps) * kWarpSize != barrier.num_threads) return;
+    if (barrier.waiting == 0) fail(0, "is the last to come to %s, where nobody waits", barrier.name);
+    for (uint32_t mask = barrier.waiting; mask != 0; mask &= mask - 1) warps[__builtin_ctz(mask)].vote = barrier.vote;
+    pass_barrier(barrier.waiting, barrier.known);
+    barrier.last_warp = __builtin_ctz(barrier.waiting);
+    barrier.last_time = warps[barrier.last_warp].known[barrier.last_warp];
+    barrier.warps = barrier.waiting = 0;
+}
+
+void check_barrier(int barrier, const char* name, int num_threads, uintptr_t pc) {
+    const bool is_block = num_threads == static_cast<int>(launch->num_threads);
+    if (barrier < (is_block ? 0 : 1) || barrier >= kNumBarriers)
+        fail(pc, "comes to barrier %d, but they are 1 to %d", barrier, kNumBarriers - 1);
+    if (num_threads < kWarpSize || num_threads % kWarpSize != 0 || num_threads > static_cast<int>(launch->num_threads))
+        fail(pc, "calls %s for %d threads, which are no warps of a block of %u", name, num_threads,
+             launch->num_threads);
 }
 
 PhaseBarrier& phase_barrier_at(const void* address, uintptr_t pc) {
@@ -500,10 +534,6 @@ PhaseBarrier& phase_barrier_at(const void* address, uintptr_t pc) {
         }
     }
     fail(pc, "shared byte %zu is no barrier that somebody has made", offset);
-}
-
-void learn(uint32_t (&known)[kMaxWarps], const uint32_t (&more)[kMaxWarps]) {
-    for (int warp = 0; warp < kMaxWarps; ++warp) known[warp] = std::max(known[warp], more[warp]);
 }
 
 // Whether all lanes of the warp have come to it.
@@ -519,7 +549,7 @@ bool arrive_together(const char* name, const void* address, uintptr_t pc) {
 void pass_phase(const PhaseBarrier& barrier, int warp) {
     ++warps[warp].known[warp];
     learn(warps[warp].known, barrier.known_at_end);
-    for (int lane = 0; lane < kWarpSize; ++lane) fibers[warp * kWarpSize + lane].state = State::kReady;
+    let_go_on(warp);
 }
 
 }  // namespace
@@ -554,31 +584,37 @@ void cpu_cuda_sync_block() {
     if (pc != block_waits_at) fail(pc, kOtherPlace, "__syncthreads");
     if (++num_at_barrier < launch->num_threads) return wait_as(State::kWaitsForBlock);
     num_at_barrier = 0;
-    pass_barrier(mask_of_block());
+    uint32_t known[kMaxWarps] = {};
+    pass_barrier(mask_of_block(), known);
 }
 
 bool cpu_cuda_sync_some(int barrier, int num_threads, bool votes, bool predicate) {
     const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
-    const bool is_block = num_threads == static_cast<int>(launch->num_threads);
-    if (barrier < (is_block ? 0 : 1) || barrier >= kNumBarriers)
-        fail(pc, "comes to barrier %d, but they are 1 to %d", barrier, kNumBarriers - 1);
-    const char* name = votes ? barrier_names.any[barrier] : barrier_names.wait[barrier];
-    if (num_threads < kWarpSize || num_threads % kWarpSize != 0 || num_threads > static_cast<int>(launch->num_threads))
-        fail(pc, "calls %s for %d threads, which are no warps of a block of %u", name, num_threads,
-             launch->num_threads);
-    const Warp& warp = warps[current / kWarpSize];
-    Barrier& use = barriers[barrier];
-    const Arrival arrival = {num_threads, predicate};
-    if (!arrive_with_warp(name, &arrival, nullptr, pc) || !arrive_with_others(use, name, pc)) {
-        wait_as(State::kWaitsForWarp);
-        return warp.vote;
+    const char* name = (votes ? barrier_names.any : barrier_names.wait)[barrier & (kNumBarriers - 1)];
+    check_barrier(barrier, name, num_threads, pc);
+    const Arrival arrival = {num_threads, votes, predicate};
+    const bool all_lanes = arrive_with_warp(name, &arrival, nullptr, pc);
+    fibers[current].state = State::kWaitsForWarp;
+    if (all_lanes) {
+        arrive_with_others(barriers[barrier], name, true, pc);
+        pass_if_complete(barriers[barrier]);
     }
-    for (uint32_t mask = use.warps; mask != 0; mask &= mask - 1) warps[__builtin_ctz(mask)].vote = use.vote;
-    pass_barrier(use.warps);
-    use.warps = 0;
-    use.last_warp = current / kWarpSize;
-    use.last_time = warp.known[use.last_warp];
-    return warp.vote;
+    if (fibers[current].state != State::kReady) wait_as(State::kWaitsForWarp);
+    return warps[current / kWarpSize].vote;
+}
+
+void cpu_cuda_arrive_some(int barrier, int num_threads) {
+    const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
+    const char* name = barrier_names.arrive[barrier & (kNumBarriers - 1)];
+    check_barrier(barrier, name, num_threads, pc);
+    const Arrival arrival = {num_threads, false, false};
+    if (!arrive_with_warp(name, &arrival, nullptr, pc)) return wait_as(State::kWaitsForWarp);
+    const int index = current / kWarpSize;
+    arrive_with_others(barriers[barrier], name, false, pc);
+    ++warps[index].known[index];
+    learn(barriers[barrier].known, warps[index].known);
+    pass_if_complete(barriers[barrier]);
+    let_go_on(index);
 }
 
 void cpu_cuda_mbarrier_init(void* address, int num_warps) {
@@ -606,7 +642,7 @@ void cpu_cuda_mbarrier_arrive(const void* address) {
         for (; barrier.waiting != 0; barrier.waiting &= barrier.waiting - 1)
             pass_phase(barrier, __builtin_ctz(barrier.waiting));
     }
-    for (int lane = 0; lane < kWarpSize; ++lane) fibers[index * kWarpSize + lane].state = State::kReady;
+    let_go_on(index);
 }
 
 void cpu_cuda_mbarrier_wait(const void* address, bool parity) {
@@ -629,7 +665,7 @@ void cpu_cuda_collective(const char* name, const void* input, void* output, bool
     unchecked = true;
     compute(warp.inputs, warp.outputs);
     unchecked = false;
-    for (int lane = 0; lane < kWarpSize; ++lane) fibers[index * kWarpSize + lane].state = State::kReady;
+    let_go_on(index);
 }
 
 void cpu_cuda_copy_async(void* target, const void* source, unsigned int size, bool valid) {

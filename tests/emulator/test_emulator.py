@@ -219,6 +219,31 @@ BARRIER_FINDINGS = {
         "if (warp < 2) { barrier_wait(1, 128); out[thread] = 1; } else { out[thread] = 2; barrier_wait(1, 128); }",
         "calls barrier_wait 1 at another place than other threads of the block",
     ),
+    "what follows an arrival": (
+        "if (warp == 0) { barrier_arrive(1, 64); shared[lane] = 1; }"
+        "if (warp == 1) { barrier_wait(1, 64); out[thread] = shared[lane]; }",
+        UNORDERED,
+    ),
+    "a warp that arrives sees nothing": (
+        "if (warp == 0) { barrier_arrive(1, 64); out[thread] = shared[lane]; }"
+        "if (warp == 1) { shared[lane] = 1; barrier_wait(1, 64); }",
+        UNORDERED,
+    ),
+    "arrives for the next turn before all have gone on": (
+        "for (int turn = 0; turn < 2; ++turn) {"
+        "    barrier_arrive(warp < 2 ? 1 : 2, 128);"
+        "    barrier_wait(warp < 2 ? 2 : 1, 128);"
+        "}",
+        "with no barrier between|twice before others have come",
+    ),
+    "arrives twice": (
+        "if (warp == 0) { barrier_arrive(1, 96); barrier_arrive(1, 96); } else if (warp == 1) barrier_wait(1, 96);",
+        "with no barrier between|barrier_arrive 1 twice before others have come",
+    ),
+    "all arrive": ("barrier_arrive(1, 128);", "the last to come to barrier_arrive 1, where nobody waits"),
+    "an arrival for a vote": (
+        "if (warp < 2) barrier_arrive(1, 128); else barrier_any(1, 128, true);", "while other warps wait in barrier_"
+    ),
     "two places of the block": (
         "if (warp < 2) { __syncthreads(); out[thread] = 1; } else { out[thread] = 2; __syncthreads(); }",
         "calls __syncthreads at another place than other threads of the block",
@@ -552,6 +577,34 @@ def test_order_passes_on_from_barrier_to_barrier(back_end: str, tmp_path: Path) 
     expected = values[::-1], values[np.arange(32) ^ 1], values, 2 * values[::-1]
     for row, value in zip(out, expected, strict=True):
         assert (row == value).all()
+
+
+@backends
+def test_arrivals_hand_over(back_end: str, tmp_path: Path) -> None:
+    """Two warps write for two others, which double it, in turns; a warp waits for no other of its half."""
+    body = """
+        shared[thread] = 0;
+        __syncthreads();
+        for (int turn = 0; turn < 3; ++turn) {
+            if (warp < 2) {
+                shared[thread] += in[thread];
+                barrier_arrive(13, 128);
+                barrier_wait(14, 128);
+                out[thread] = shared[thread ^ 32];
+                barrier_arrive(13, 128);
+                barrier_wait(14, 128);
+            } else {
+                barrier_wait(13, 128);
+                shared[thread - 64] *= 2;
+                barrier_arrive(14, 128);
+                barrier_wait(13, 128);
+                barrier_arrive(14, 128);
+            }
+        }
+    """
+    values = np.arange(128, dtype=np.float32)
+    out = _run_warps(back_end, body, values, tmp_path, "barrier")
+    assert (out[:64] == 14 * values[:64][np.arange(64) ^ 32]).all()
 
 
 @backends
