@@ -16,7 +16,7 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int num_threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(num_threads) : "memory");
 }
 
-// Waits, and returns whether `predicate` holds for any of these threads. Neither of the others may meet it in a barrier.
+// Waits, and returns whether `predicate` holds for any of these threads. No other operation may meet it in one barrier.
 __device__ __forceinline__ bool barrier_any(int barrier, int num_threads, bool predicate) {
     int any;
     asm volatile("{ .reg .pred p, q; setp.ne.s32 p, %3, 0; bar.red.or.pred q, %1, %2, p; selp.s32 %0, 1, 0, q; }"
