@@ -98,4 +98,10 @@ __device__ __forceinline__ const char* query_row(const AttentionParams& params, 
     return query_row(params, tile, Row{tile.first_query + tile_row, 0, tile_row < tile.num_rows});
 }
 
+// What another lane of the warp has looked up. All lanes call it together.
+template <typename T>
+__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
+    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
+}
+
 }  // namespace cuflash

@@ -6,11 +6,6 @@
 
 namespace cuflash {
 
-template <typename T>
-__device__ __forceinline__ T* address_of_lane(T* address, int lane) {
-    return reinterpret_cast<T*>(__shfl_sync(0xffffffffu, reinterpret_cast<unsigned long long>(address), lane));
-}
-
 // Reference and sum of the row that a lane finishes, over all of its keys.
 struct RowTotal {
     float row_max;
