@@ -182,7 +182,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         score(shared.q, k, place, scores);
         // Behind the last step one of its keys once more: a condition would keep them all in their registers.
         if constexpr (kBothAhead)
-            reader.load_keys(k, n_begin + (left > 1 ? Steps<kTeam>::kApart : 0), {0, steps.last(left - 1)}, next_places);
+            reader.load_keys(k, n_begin + (left > 1 ? Steps<kTeam>::kApart : 0), {0, steps.last(left - 1)},
+                             next_places);
         if constexpr (kPair > 1) add_other_half(shared.pairs, left % 2, place, scores);
         if constexpr (!kBothAhead) reader.load_values(v, n_begin, {first, steps.last(left)}, places);
         scores_to_logits(params, shared, n_begin, place, scores);

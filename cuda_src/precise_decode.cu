@@ -1,5 +1,5 @@
-// Attention forward of few queries in float32 and float64, decoding for one: every key and value is read once, so the
-// time is that of memory.
+// Attention forward of few queries in float32, decoding for one: every key and value is read once, so the time is that
+// of memory.
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head) and split of its keys; a row is one query of one head.
 //
@@ -15,7 +15,7 @@
 // multiply-add: a running sum over all keys would lose digits as it grows.
 
 #ifndef CUFLASH_DTYPE
-#define CUFLASH_DTYPE CUFLASH_FLOAT32
+#define CUFLASH_DTYPE CUFLASH_FLOAT32  // the only one
 #define CUFLASH_BLOCK_M 4
 #define CUFLASH_BLOCK_N 16
 #endif
@@ -31,6 +31,8 @@
 #include "ptx/words.cuh"
 
 namespace cuflash {
+
+static_assert(kDtype == CUFLASH_FLOAT32 && kVectorLoads && kHasValues && !kPaged);
 
 // Where a lane is among those of a warp that hold a key, or a value; and what it loads of a step.
 template <int kFeatures>
@@ -141,8 +143,8 @@ __device__ __forceinline__ void score(const SharedTiles& shared, const Keys& k, 
         for (int r = 0; r < kChunk; ++r) {
 #pragma unroll
             for (int c = 0; c < Keys::kVectors; ++c) {
-                const Vector16 q = *reinterpret_cast<const Vector16*>(
-                    &shared.q[chunk * kChunk + r][Keys::feature(place.lane, c)]);
+                const Vector16 q =
+                    *reinterpret_cast<const Vector16*>(&shared.q[chunk * kChunk + r][Keys::feature(place.lane, c)]);
 #pragma unroll
                 for (int j = 0; j < Keys::kLoads; ++j) {
                     Accumulator& product = products[r * Keys::kLoads + j];
@@ -322,7 +324,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         scores_to_logits(params, shared, n_begin, place, scores);
         weigh(shared.weights[place.warp], softmax, place, scores);
         accumulate(shared.weights[place.warp], v, place, o);
-        if (--left == 0) break;
+        if (--left == 0) break;  // right either way: what is sent for behind the last step goes nowhere
         n_begin = next_begin;
         v.load(tile.v, params.v_strides, params.head_dim_v, n_begin, next, place.lane);
     }

@@ -19,9 +19,8 @@ struct StepKeys {
     __device__ __forceinline__ int nearest(int key) const { return max(min(key, last), first); }
 };
 
-// The steps of one of kShares warps, or pairs of warps, each kBlockN keys, so many keys apart. Which one has a key depends
-// on the key alone, so that a
-// row is summed up alike wherever its block begins.
+// The steps of one of kShares warps, or pairs of warps, each kBlockN keys, so many keys apart. Which one has a key
+// depends on the key alone, so that a row is summed up alike wherever its block begins.
 template <int kShares>
 struct Steps {
     static constexpr int kApart = kShares * kBlockN;

@@ -5,7 +5,7 @@
 
 namespace cuflash {
 
-constexpr int kElements = 16 / sizeof(Accumulator);  // that a lane loads at a time
+constexpr int kElements = 4;  // that a lane loads at a time
 
 // Of kRows x kColumns sums over kLanes neighbouring lanes. Where there are less than lanes, some lanes have the same.
 template <int kRows, int kColumns, int kLanes>
