@@ -35,6 +35,7 @@ from cuflash.plan import (
     tiles_float64,
     tiles_mma,
     tiles_points,
+    tiles_precise_decode,
     tiles_precise_wgmma,
     tiles_scalar,
     tiles_wgmma,
@@ -159,10 +160,14 @@ def cases() -> list[Case]:
     few = [case for case in found if case.kernel in ("precise_float32", "precise_float64") and case.seqlen_q <= 64]
     few += [case for case in some if case.seqlen_q > 64]
     found += [case._replace(kernel="forward_scalar") for case in few if case.head_dim <= 256]
+    found += [case._replace(kernel="precise_wide") for case in few if case.dtype == "float64"]
+    narrow = [case for case in few if case.dtype == "float32" and case.head_dim <= 256 and case.has_values]
+    found += [case._replace(kernel="precise_decode") for case in narrow]
     found += usual_shapes("forward_wgmma") + long_squares("forward_wgmma") + few_keys("forward_wgmma")
     found += [draw(rng, "forward_wgmma", "float16", (64, 80, 96, 128, 128, 192, 256), 1e12) for _ in range(60)]
     for kernel, heads_kv in (*product(("forward_decode", "forward_wgmma"), (8, 32)), ("forward_wgmma", 1)):
-        found += few_queries(kernel, heads_kv)
+        found += few_queries(kernel, "float16", heads_kv)
+    found += [*few_queries("precise_decode", "float32", 8), *few_queries("precise_decode", "float32", 32)]
     found += [case for case in usual_shapes("forward_decode") if case.seqlen_q > 1 and case.seqlen_k <= 300]
     found += windows("forward_wgmma", "float16", (64, 96, 128, 192, 256), 100)
     found += windows("forward_mma", "float16", (64, 96, 128, 192, 256), 30)
@@ -171,7 +176,7 @@ def cases() -> list[Case]:
     return list(dict.fromkeys([*found, *point_clouds()]))
 
 
-def few_queries(kernel: str, heads_kv: int) -> Iterator[Case]:
+def few_queries(kernel: str, dtype: str, heads_kv: int) -> Iterator[Case]:
     """One query, or some, of caches of many sizes."""
     lengths = (
         (1, 1, 8192), (1, 1, 65536), (1, 1, 1000), (1, 3, 4096), (4, 1, 2048), (16, 1, 8192), (16, 4, 500),
@@ -180,8 +185,8 @@ def few_queries(kernel: str, heads_kv: int) -> Iterator[Case]:
     )  # fmt: skip
     heads = 64 if heads_kv == 1 else 32
     for head_dim, (batch, seqlen_q, seqlen_k) in product((64, 128, 192, 256), lengths):
-        if batch * heads_kv * seqlen_k * head_dim < 1e9:
-            yield Case(kernel, "float16", batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
+        if batch * heads_kv * seqlen_k * head_dim * ITEMSIZE[dtype] < 2e9:
+            yield Case(kernel, dtype, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim)
 
 
 def usual_shapes(kernel: str) -> list[Case]:
@@ -330,6 +335,7 @@ def measure(file: Path, kernel: str, only_new: bool) -> None:
     backend, stored = GpuBackend(), kept
     rng = cupy.random.default_rng(0)
     for case, chosen in found:
+        cupy.get_default_memory_pool().free_all_blocks()
         q, k, v = (
             rng.standard_normal(shape, dtype="float32").astype(DTYPES[case.dtype])
             for shape in (case.shapes[0], case.shapes[1], case.shapes[1])
@@ -378,6 +384,7 @@ FAMILIES = {
     "precise_float64, without values": tiles_float64.COST_WITHOUT_VALUES,
     "precise_wide": tiles_wide.COST,
     "precise_wide, without values": tiles_wide.COST_WITHOUT_VALUES,
+    "precise_decode": tiles_precise_decode.COST,
     "forward_scalar": tiles_scalar.COST,
     "forward_scalar, float64": tiles_scalar.COST_OF_DOUBLES,
 }

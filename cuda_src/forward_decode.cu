@@ -18,6 +18,7 @@
 #include "common/schedule.cuh"
 #include "common/weights.cuh"
 #include "decode/read.cuh"
+#include "decode/rows.cuh"
 #include "decode/team.cuh"
 #include "ptx/mma.cuh"
 #include "ptx/overlap.cuh"
@@ -26,22 +27,6 @@
 namespace cuflash {
 
 constexpr float kBitsPerUnit = 1.4426950408889634f;  // of logits
-
-// What is looked up once for a row.
-struct RowInfo {
-    KeyRange visible;
-    LogitRow logit;
-};
-
-// Called by all threads of a block.
-__device__ __forceinline__ void look_up_row(const AttentionParams& params, const TileMap& tile, const KeyRange& seen,
-                                            RowInfo (&rows)[kBlockM]) {
-    // right either way: but rows of no sequence may have no slope
-    if (threadIdx.x >= kBlockM || seen.begin >= seen.end) return;
-    RowInfo& info = rows[threadIdx.x];
-    info.visible = visible_keys(params, tile, find_row(params, tile, threadIdx.x).query);
-    if constexpr (kHasRowTerms) info.logit = logit_row(params, tile, threadIdx.x);
-}
 
 struct SharedTiles {
     SharedQueries q;
@@ -156,12 +141,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const T
 }
 
 __device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
-    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) {
-        // Warps begin in front of the first key, and end nowhere if there is none. What is known here costs no turn.
-        TileKeys& keys = shared.keys;
-        keys.all.begin = max(keys.any.begin, keys.all.begin);
-        if (keys.any.begin >= keys.any.end) keys.any.end = 0;
-    }
+    if (threadIdx.x < 32 && map_block(params, shared.tile, shared.keys)) begin_in_front(shared.keys);
     __syncthreads();
     const TileMap& tile = shared.tile;
     if (tile.num_rows == 0) return;
@@ -175,7 +155,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     Values v;
     OnlineSoftmax<kRows> softmax;
     Output o = {};
-    const Steps steps(seen, place);
+    const Steps<kTeam> steps(seen, place.share);
     long long n_begin = steps.begin;
     int left = steps.count, first = steps.first;
     PagedKey looked_up = {};  // of the next step
@@ -184,7 +164,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         const StepKeys keys = {first, steps.last(left)};
         looked_up = reader.look_up(n_begin);
         places = reader.find(looked_up);
-        looked_up = reader.look_up(n_begin + Steps::kApart);
+        looked_up = reader.look_up(n_begin + Steps<kTeam>::kApart);
         reader.load_keys(k, n_begin, keys, places);
         if constexpr (kBothAhead) reader.load_values(v, n_begin, keys, places);
     }
@@ -195,21 +175,22 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 #pragma unroll 1
     while (left > 0) {
         const Places next_places = reader.find(looked_up);
-        looked_up = reader.look_up(n_begin + 2 * Steps::kApart);
+        looked_up = reader.look_up(n_begin + 2 * Steps<kTeam>::kApart);
         Scores scores = {};
         RowValues correction;
         Weights weights;
         score(shared.q, k, place, scores);
         // Behind the last step one of its keys once more: a condition would keep them all in their registers.
         if constexpr (kBothAhead)
-            reader.load_keys(k, n_begin + (left > 1 ? Steps::kApart : 0), {0, steps.last(left - 1)}, next_places);
+            reader.load_keys(k, n_begin + (left > 1 ? Steps<kTeam>::kApart : 0), {0, steps.last(left - 1)},
+                             next_places);
         if constexpr (kPair > 1) add_other_half(shared.pairs, left % 2, place, scores);
         if constexpr (!kBothAhead) reader.load_values(v, n_begin, {first, steps.last(left)}, places);
         scores_to_logits(params, shared, n_begin, place, scores);
         weigh(softmax, scores, weights, correction);
         accumulate(v, weights, correction, o);
         if (--left == 0) break;
-        n_begin += Steps::kApart, first = 0, places = next_places;
+        n_begin += Steps<kTeam>::kApart, first = 0, places = next_places;
         const StepKeys keys = {0, steps.last(left)};
         if constexpr (kBothAhead) reader.load_values(v, n_begin, keys, places);
         else reader.load_keys(k, n_begin, keys, places);

@@ -3,6 +3,7 @@
 
 #include "common/mask.cuh"
 #include "decode/layout.cuh"
+#include "decode/steps.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 
@@ -35,36 +36,6 @@ __device__ __forceinline__ void send_for_queries(const AttentionParams& params, 
 // division and a load, so lanes do it for each other, and two steps ahead: nobody waits for the table.
 struct Places {
     long long k, v;
-};
-
-// The keys of a step that some row sees, by their numbers there. A step in front of them has the first one behind it.
-struct StepKeys {
-    int first, last;
-
-    __device__ __forceinline__ int nearest(int key) const { return max(min(key, last), first); }
-};
-
-// The steps of a warp, each kBlockN keys, so many keys apart. Which warp has a key depends on the key alone, so that a
-// row is summed up alike wherever its block begins.
-struct Steps {
-    static constexpr int kApart = kTeam * kBlockN;
-    long long begin;  // key of the first one
-    int count;        // all lanes know that it is the same in each
-    int first;        // the first key that some row sees, counted from there
-    int last_seen;    // the last one, counted from the last step
-
-    __device__ __forceinline__ Steps(const KeyRange& seen, const Place& place)
-        : begin((seen.begin / kApart * kTeam + place.share) * kBlockN) {
-        const unsigned long long rest = seen.end - 1 - begin;
-        count = uniform(begin < seen.end ? static_cast<int>(rest / kApart) + 1 : 0);
-        first = static_cast<int>(seen.begin - begin);
-        last_seen = static_cast<int>(rest % kApart);
-    }
-    // The last key that some row sees, where so many steps are left; behind the last step the first one.
-    __device__ __forceinline__ int last(int left) const {
-        if (left > 1) return kBlockN - 1;
-        return left == 1 ? last_seen : 0;  // right either way: others are there, too
-    }
 };
 
 // Keys and values. Rows that no query sees are read as the nearest one that some query sees, and features of a value

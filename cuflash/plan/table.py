@@ -48,6 +48,14 @@ from .tiles_float64 import (
 )
 from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
 from .tiles_points import points_bucket, points_cost, points_min_blocks, points_shared_memory, points_tiles
+from .tiles_precise_decode import (
+    precise_decode_bucket,
+    precise_decode_cost,
+    precise_decode_limits,
+    precise_decode_min_blocks,
+    precise_decode_shared_memory,
+    precise_decode_tiles,
+)
 from .tiles_precise_wgmma import (
     precise_wgmma_bucket,
     precise_wgmma_cost,
@@ -243,7 +251,7 @@ KERNELS = (
         limits=precise_wgmma_limits,
         macros=precise_wgmma_macros,
         preparing=preparing_pairs(precise_wgmma_bucket),
-        yields_to=("precise_float32", "forward_wmma", "forward_points", "forward_scalar"),
+        yields_to=("precise_float32", "forward_wmma", "forward_points", "precise_decode", "forward_scalar"),
         rounds_weights=True,
     ),
     KernelSpec(
@@ -261,7 +269,7 @@ KERNELS = (
         cost=float32_cost,
         macros=float32_macros,
         preparing=preparing_pairs(float32_bucket),
-        yields_to=("forward_wmma", "forward_points", "forward_scalar"),
+        yields_to=("forward_wmma", "forward_points", "precise_decode", "forward_scalar"),
         rounds_weights=True,
     ),
     KernelSpec(
@@ -308,11 +316,11 @@ KERNELS = (
         min_blocks=float64_min_blocks,
         cost=float64_cost,
         capabilities=FAST_FLOAT64,
-        yields_to=("forward_scalar",),
+        yields_to=("precise_wide", "forward_scalar"),
     ),
     KernelSpec(
         name="precise_wide",
-        summary="tensor cores in double precision, for wide heads: float64 on sm_80, sm_90 and sm_100",
+        summary="tensor cores in double precision, for wide heads and few queries: float64 on sm_80, sm_90 and sm_100",
         operations=("attention", "attention_varlen", "attention_lse", "attention_with_kv_cache"),
         dtypes=("float64",),
         features=FEATURES - {"page_table"},
@@ -325,6 +333,22 @@ KERNELS = (
         cost=wide_cost,
         capabilities=FAST_FLOAT64,
         macros=wide_macros,
+    ),
+    KernelSpec(
+        name="precise_decode",
+        summary="few queries of many keys, on the ordinary arithmetic units: float32",
+        operations=("attention", "attention_varlen", "attention_with_kv_cache"),
+        dtypes=("float32",),
+        features=FEATURES - {"page_table"},
+        min_compute_capability=80,
+        max_head_dim=256,
+        head_dim_bucket=precise_decode_bucket,
+        tiles=precise_decode_tiles,
+        shared_memory=precise_decode_shared_memory,
+        min_blocks=precise_decode_min_blocks,
+        cost=precise_decode_cost,
+        limits=precise_decode_limits,
+        yields_to=("forward_scalar",),
     ),
     KernelSpec(
         name="forward_scalar",

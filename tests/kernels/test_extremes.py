@@ -90,6 +90,7 @@ EMULATED = {
     "precise_float32": ("float32",),
     "precise_float64": ("float64",),
     "precise_wide": ("float64",),
+    "precise_decode": ("float32",),
     "forward_scalar": ("float32", "float64"),
 }
 """Types that a row treats in ways of their own; a GPU runs the others, too."""

@@ -237,12 +237,12 @@ def test_few_queries_of_float64_go_to_tiles_of_few_rows() -> None:
     assert make_plan(square("float64", 64), H200, AUTOMATIC).kernel == "precise_float64"
     few = dense(gpu((8, 32, 1, 128), "float64"), gpu((8, 8, 1024, 128), "float64"))
     plan = make_plan(few, H200, AUTOMATIC)
-    assert plan.kernel == "forward_scalar" and plan.tile.block_m <= 16
+    assert plan.kernel == "precise_wide" and plan.tile.block_m <= 16
 
 
 def test_float32_goes_to_the_kernel_that_takes_less() -> None:
     assert make_plan(square("float32", 64), H200, AUTOMATIC).kernel == "precise_wgmma"
     assert make_plan(square("float32", 64), device_of(80), AUTOMATIC).kernel == "precise_float32"
     few = dense(gpu((8, 32, 1, 128), "float32"), gpu((8, 8, 4096, 128), "float32"))
-    assert make_plan(few, H200, AUTOMATIC).kernel == "forward_scalar"
+    assert make_plan(few, H200, AUTOMATIC).kernel == "precise_decode"
     assert make_plan(few, H200, Settings("precise_float32", "", False)).kernel == "precise_float32"
