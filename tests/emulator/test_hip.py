@@ -25,7 +25,7 @@ NVIDIA_ALONE = (
     "forward_wgmma", "forward_mma", "forward_decode", "precise_wgmma", "precise_float32", "precise_float64",
     "precise_wide", "precise_decode", "gated_output_mma", "gated_delta_mma", "gated_delta_wgmma",
 )  # fmt: skip
-"""Rows whose layout of registers is that of mma.sync or wgmma (RDNA3's products hold operands otherwise), or that load past caches."""
+"""Rows whose layout of registers is that of mma.sync or wgmma, which RDNA3 has not, or that load past caches."""
 TARGET = "gfx1100"
 SHAPES = ("64", "128", "everything", "varlen", "128/128", "swapped", "odd_bytes")
 """Problems that are compiled; RDNA3 has no tf32."""
