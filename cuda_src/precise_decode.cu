@@ -246,8 +246,10 @@ __device__ __forceinline__ void share(SharedTiles& shared, const OnlineSoftmax<k
             for (int e = 0; e < kElements; ++e) {
                 vector.values[e] = o[r][c][e];
 #pragma unroll
-                for (int distance = Values::kLanes; distance < 32; distance *= 2)
-                    vector.values[e] += __shfl_xor_sync(0xffffffffu, vector.values[e], distance);
+                for (int distance = Values::kLanes; distance < 32; distance *= 2) {
+                    const Accumulator other = __shfl_xor_sync(0xffffffffu, vector.values[e], distance);
+                    vector.values[e] = multiply_add_subnormal(other, 1, vector.values[e]);
+                }
             }
             if (Values::side(place.lane) == 0)
                 *reinterpret_cast<Vector16*>(&shared.o[place.warp][r][Values::feature(place.lane, c)]) = vector;
