@@ -74,6 +74,10 @@ void cpu_cuda_copy_commit();
 // Waits for all groups but the newest `pending`.
 void cpu_cuda_copy_wait(int pending);
 void cpu_cuda_fail(const char* message);
+// Arithmetic that keeps what is below the normal range.
+float cpu_cuda_multiply(float a, float b);
+float cpu_cuda_multiply_add(float a, float b, float c);
+float cpu_cuda_divide(float a, float b);
 
 // What mutants.py puts into sources. Whether a mutant is the one that runs:
 bool cpu_cuda_mutant(int mutant);

@@ -157,7 +157,8 @@ class Kernel:
 
     def __init__(self, library: Path) -> None:
         self._library = library
-        self._entry = ctypes.CDLL(str(library)).cpu_cuda_entry
+        loaded = ctypes.CDLL(str(library))
+        self._entry, self._flushes = loaded.cpu_cuda_entry, ctypes.c_bool.in_dll(loaded, "cpu_cuda_flushes")
 
     def launch(
         self,
@@ -184,7 +185,7 @@ class Kernel:
         array = (_Range * len(ranges))(*((begin, end, name.encode(), w) for begin, end, name, w in ranges))
         status = runtime.runtime_launch(
             self._entry, params, num_blocks, num_threads, ctypes.c_size_t(shared_memory), array, len(ranges),
-            ctypes.c_uint64(seed), text, ctypes.c_size_t(len(text)), ctypes.byref(place),
+            ctypes.c_uint64(seed), self._flushes, text, ctypes.c_size_t(len(text)), ctypes.byref(place),
         )  # fmt: skip
         if status != 0:
             raise EmulationError(f"{text.value.decode()}{self._where(place.value)}")
@@ -209,6 +210,12 @@ __attribute__((no_sanitize("thread"))) static void cpu_cuda_call(void (*kernel)(
     kernel(*static_cast<const Params*>(params));
 }}
 extern "C" void cpu_cuda_entry(const void* params) {{ cpu_cuda_call({entry}, params); }}
+extern "C" const bool cpu_cuda_flushes =
+#if defined(CUFLASH_DTYPE) && CUFLASH_DTYPE != CUFLASH_FLOAT64
+    true;
+#else
+    false;
+#endif
 """
 _kernels: dict[str, Kernel] = {}
 

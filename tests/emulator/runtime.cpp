@@ -8,6 +8,8 @@
 //                  one of them writes
 //   barriers       of all threads of a block: at one place of the code, as compute-sanitizer's synccheck wants
 //
+// Floats below the normal range are 0, as CuPy compiles kernels with -ftz=true (on x86, of kernels without float64).
+//
 // A finding ends the launch with a message; it does not depend on the order in which fibers happen to run.
 #include <setjmp.h>
 #include <signal.h>
@@ -19,6 +21,9 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <ucontext.h>
+#ifdef __SSE__
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <memory>
@@ -192,6 +197,31 @@ unsigned int random_below(unsigned int bound) {
     launch->random ^= launch->random >> 7;
     launch->random ^= launch->random << 17;
     return static_cast<unsigned int>((launch->random >> 32) % bound);
+}
+
+// Whether arithmetic takes what is below the normal range for 0, while this lives.
+class Flushing {
+    static unsigned int set(bool flushes) {
+#ifdef __SSE__
+        constexpr unsigned int kFlush = 0x8040;  // results, and operands
+        const unsigned int before = _mm_getcsr();
+        _mm_setcsr(flushes ? before | kFlush : before & ~kFlush);
+        return before & kFlush;
+#else
+        return 0;
+#endif
+    }
+    unsigned int before;
+
+  public:
+    explicit Flushing(bool flushes) : before(set(flushes)) {}
+    ~Flushing() { set(before != 0); }
+};
+
+// The value, of which the compiler knows nothing: it is used behind what has been done, and computed in front of it.
+float here(float value) {
+    asm volatile("" : "+m"(value)::"memory");
+    return value;
 }
 
 // ------------------------------------------------------------------------------------------------ fibers
@@ -617,6 +647,21 @@ void cpu_cuda_arrive_some(int barrier, int num_threads) {
     let_go_on(index);
 }
 
+float cpu_cuda_multiply(float a, float b) {
+    const Flushing none(false);
+    return here(here(a) * here(b));
+}
+
+float cpu_cuda_multiply_add(float a, float b, float c) {
+    const Flushing none(false);
+    return here(__builtin_fmaf(here(a), here(b), here(c)));
+}
+
+float cpu_cuda_divide(float a, float b) {
+    const Flushing none(false);
+    return here(here(a) / here(b));
+}
+
 void cpu_cuda_mbarrier_init(void* address, int num_warps) {
     const size_t offset = static_cast<char*>(address) - shared_memory;
     const uintptr_t pc = reinterpret_cast<uintptr_t>(CALLER);
@@ -662,9 +707,12 @@ void cpu_cuda_collective(const char* name, const void* input, void* output, bool
     if (!arrive_with_warp(name, input, output, reinterpret_cast<uintptr_t>(CALLER)))
         return wait_as(State::kWaitsForWarp);
     warp.known[index] += orders_memory;
-    unchecked = true;
-    compute(warp.inputs, warp.outputs);
-    unchecked = false;
+    {
+        const Flushing none(false);
+        unchecked = true;
+        compute(warp.inputs, warp.outputs);
+        unchecked = false;
+    }
     let_go_on(index);
 }
 
@@ -746,8 +794,9 @@ uint64_t runtime_choose(int which, uint64_t limit) {
 
 // Runs a grid. Returns 0, or 1 with `text` and the program counter (0: unknown) of what went wrong.
 int runtime_launch(void (*kernel)(const void*), const void* params, unsigned int num_blocks, unsigned int num_threads,
-                   size_t shared_bytes, const Range* ranges, int num_ranges, uint64_t seed, char* text,
+                   size_t shared_bytes, const Range* ranges, int num_ranges, uint64_t seed, bool flushes, char* text,
                    size_t text_size, uintptr_t* pc) {
+    const Flushing flushing(flushes);
     Launch work = {kernel, params, {ranges, ranges + num_ranges}, {}, shared_bytes, num_threads, seed};
     for (const Range& range : work.ranges)
         work.writers.emplace_back(range.writable ? new uint32_t[range.end - range.begin]() : nullptr);

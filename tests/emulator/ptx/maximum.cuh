@@ -27,10 +27,15 @@ inline unsigned int smaller_magnitudes(unsigned int a, unsigned int b) {
     return smaller;
 }
 
+// By the bits, as floats below the normal range are 0 to other arithmetic.
 inline float largest_of_warp(float value) {
-    for (int distance = 16; distance > 0; distance /= 2)
-        value = fmaxf(value, __shfl_xor_sync(0xffffffffu, value, distance));
-    return value;
+    const auto order = [](int bits) { return bits ^ (bits >> 31 & 0x7fffffff); };
+    int largest = order(static_cast<int>(__float_as_uint(value)));
+    for (int distance = 16; distance > 0; distance /= 2) {
+        const int other = __shfl_xor_sync(0xffffffffu, largest, distance);
+        largest = other > largest ? other : largest;
+    }
+    return __uint_as_float(static_cast<unsigned int>(order(largest)));
 }
 
 }  // namespace cuflash
