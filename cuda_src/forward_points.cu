@@ -95,8 +95,8 @@ __device__ __forceinline__ void score(const SharedTiles& shared, int column, con
         for (int r = 0; r < kQueries; ++r) {
 #pragma unroll
             for (int c = 0; c < kChunk; ++c) {
-                if (d == 0) scores[r][c] = rows.q[r][d] * k[c];
-                else scores[r][c] = multiply_add(rows.q[r][d], k[c], scores[r][c]);
+                if (d == 0) scores[r][c] = multiply_subnormal(rows.q[r][d], k[c]);
+                else scores[r][c] = multiply_add_subnormal(rows.q[r][d], k[c], scores[r][c]);
             }
         }
     }

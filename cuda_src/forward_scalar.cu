@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_qk(Scores& scores, const SharedTiles& s
             for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
                 for (int e = 0; e < kVector; ++e)
-                    scores[i][j] = multiply_add(q.values[e], k[j].values[e], scores[i][j]);
+                    scores[i][j] = multiply_add_subnormal(q.values[e], k[j].values[e], scores[i][j]);
             }
         }
     }

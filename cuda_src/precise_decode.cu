@@ -23,6 +23,7 @@
 #include "common/epilogue.cuh"
 #include "common/schedule.cuh"
 #include "decode/rows.cuh"
+#include "decode/shares.cuh"
 #include "decode/steps.cuh"
 #include "decode/sums.cuh"
 #include "ptx/cp_async.cuh"
@@ -150,7 +151,7 @@ __device__ __forceinline__ void score(const SharedTiles& shared, const Keys& k, 
                     Accumulator& product = products[r * Keys::kLoads + j];
 #pragma unroll
                     for (int e = 0; e < kElements; ++e)
-                        product = multiply_add(q.values[e], k.values[j][c].values[e], product);
+                        product = multiply_add_subnormal(q.values[e], k.values[j][c].values[e], product);
                 }
             }
         }
@@ -262,15 +263,8 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const S
                                           int lane) {
     const TileMap& tile = shared.tile;
     const Row row = row_at(params, tile, tile_row);
-    Accumulator largest = shared.row_max[0][tile_row], sum = 0, weights[kTeam];
-#pragma unroll
-    for (int i = 1; i < kTeam; ++i) largest = maximum(largest, shared.row_max[i][tile_row]);
-#pragma unroll
-    for (int i = 0; i < kTeam; ++i) {
-        weights[i] = exponential(shared.row_max[i][tile_row] - finite_maximum(largest));
-        sum = multiply_add(shared.row_sum[i][tile_row], weights[i], sum);
-    }
-    const FinishedRow finished = finish_row(params, tile, row, largest, sum);
+    const ShareWeights<kTeam> merged(shared.row_max, shared.row_sum, tile_row);
+    const FinishedRow finished = finish_row(params, tile, row, merged.row_max, merged.row_sum);
     if (lane == 0) store_lse(params, tile, row, finished);
     char* const out = output_row(params, tile, row);
 #pragma unroll
@@ -281,7 +275,7 @@ __device__ __forceinline__ void store_row(const AttentionParams& params, const S
             const Vector16 share = *reinterpret_cast<const Vector16*>(&shared.o[i][tile_row][column]);
 #pragma unroll
             for (int e = 0; e < kElements; ++e)
-                values[e] = multiply_add_subnormal(share.values[e], weights[i], values[e]);
+                values[e] = multiply_add_subnormal(share.values[e], merged.weights[i], values[e]);
         }
 #pragma unroll
         for (int e = 0; e < kElements; ++e)

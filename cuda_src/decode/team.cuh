@@ -4,6 +4,7 @@
 #include "common/epilogue.cuh"
 #include "common/weights.cuh"
 #include "decode/layout.cuh"
+#include "decode/shares.cuh"
 #include "ptx/barrier.cuh"
 
 namespace cuflash {
@@ -80,15 +81,8 @@ struct TeamRow {
     __device__ __forceinline__ TeamRow(const AttentionParams& params, const TileMap& tile, const TeamShares& shares,
                                        int tile_row)
         : row(row_at(params, tile, tile_row)) {
-        float largest = shares.row_max[0][tile_row], sum = 0, weights[kTeam];
-#pragma unroll
-        for (int i = 1; i < kTeam; ++i) largest = maximum(largest, shares.row_max[i][tile_row]);
-#pragma unroll
-        for (int i = 0; i < kTeam; ++i) {
-            weights[i] = exponential(shares.row_max[i][tile_row] - finite_maximum(largest));
-            sum = multiply_add(shares.row_sum[i][tile_row], weights[i], sum);
-        }
-        finished = finish_row(params, tile, row, largest, sum * kWeightUnit);
+        const ShareWeights<kTeam> merged(shares.row_max, shares.row_sum, tile_row);
+        finished = finish_row(params, tile, row, merged.row_max, merged.row_sum * kWeightUnit);
         const float factor = finished.multiplier / finished.divisor * kWeightUnit;
 #pragma unroll
         for (int c = 0; c < kVectors; ++c) {
@@ -100,7 +94,7 @@ struct TeamRow {
                 const Vector16 share = *reinterpret_cast<const Vector16*>(&shares.o[i][tile_row][column(c)]);
 #pragma unroll
                 for (int e = 0; e < 4; ++e)
-                    values[c][e] = multiply_add_subnormal(share.values[e], weights[i], values[c][e]);
+                    values[c][e] = multiply_add_subnormal(share.values[e], merged.weights[i], values[c][e]);
             }
 #pragma unroll
             for (int e = 0; e < 4; ++e) values[c][e] = multiply_subnormal(values[c][e], factor);

@@ -20,10 +20,11 @@ __device__ __forceinline__ int exponent_of(double value) { return (__double2hiin
 // 2^exponent, from -1022 to 1023.
 __device__ __forceinline__ double power_of_two(int exponent) { return __hiloint2double((exponent + 1023) << 20, 0); }
 
-// Makes the scores of a query exponents divided by a power of two, which is returned. Scores then leave the range of
-// their type only if their logits do: features of the query are below 1/16, however large it and the scale are.
+// Makes the scores of a query exponents divided by a power of two, which is returned: features of the query are below
+// 1/16, however large it and the scale are, unless the power would be larger than any scale. So scores leave the range
+// of their type only if unscaled ones do, and what distinguishes logits of order 1 stays above its least normal number.
 __device__ __forceinline__ Accumulator fold_scale(const AttentionParams& params, Accumulator (&q)[kHeadDim]) {
-    constexpr int kLargest = kIsDouble ? 1022 : 126;
+    constexpr int kLargest = kIsDouble ? 998 : 102;
     double largest = 0;
 #pragma unroll
     for (int d = 0; d < kHeadDim; ++d) largest = fmax(largest, fabs(static_cast<double>(q[d])));

@@ -297,6 +297,17 @@ def test_small_columns_keep_their_digits(back_end: BackEnd, small: float) -> Non
     np.testing.assert_allclose(out, expected, rtol=40 * back_end.rounding if small > 1e-33 else 1e-4)
 
 
+@pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype in ("float32", "bfloat16")])
+@pytest.mark.parametrize(("of_q", "of_k", "scale"), [(3e29, 1e-39, 1e9), (3e37, 1e-39, 10.0), (3e24, 1e-40, 1e15)])
+def test_keys_below_the_normal_range(back_end: BackEnd, of_q: float, of_k: float, scale: float) -> None:
+    q, k, v = back_end.draw(1, 30, 32), back_end.draw(1, 50, 32), back_end.draw(1, 50, 32, seed=1)
+    q, k = (q * q.dtype.type(of_q)).astype(q.dtype), (k.astype(np.float64) * of_k).astype(k.dtype)
+    out, lse = back_end.attention(q, k, v, scale=scale)
+    expected, expected_lse = reference.attention(q, k, v, scale=scale)
+    np.testing.assert_allclose(out.astype(np.float64), expected, atol=10 * back_end.rounding, rtol=0)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=2e-6)
+
+
 @back_ends
 @pytest.mark.parametrize("value", [7.0, 3e4, np.nan])
 def test_a_row_does_not_depend_on_keys_that_it_does_not_see(back_end: BackEnd, value: float) -> None:
