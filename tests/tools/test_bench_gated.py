@@ -39,7 +39,8 @@ LIMITS = {"gemm_tflops": dict.fromkeys(bench.FLOAT_NAMES, 1.0), "copy_gbs": 1.0}
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits and caches of a size that takes no time."""
-    for name, value in {"flush_bytes": 4096, "gemm_size": 32, "copy_bytes": 4096, "rest_seconds": 0.0}.items():
+    monkeypatch.setattr(GpuBackend, "flush_bytes", 4096)
+    for name, value in {"gemm_size": 32, "copy_bytes": 4096, "rest_seconds": 0.0}.items():
         monkeypatch.setattr(NumpyBackend, name, value)
         monkeypatch.setattr(GpuBackend, name, value)
 
