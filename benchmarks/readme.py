@@ -62,11 +62,13 @@ def wins(report: Report) -> str:
     """Who is the fastest how often, in a sentence."""
     found = Counter(next(iter(by_name)) for problem in report["problems"] if (by_name := speeds(problem)))
     ours = found.pop(CHOSEN, 0)
-    others = ", ".join(f"{name} in {count}" for name, count in found.most_common())
-    return (
-        f"Of {ours + found.total()} problems on {report['device']}, cuflash is the fastest in {ours}"
-        f"{', ' if others else ''}{others}."
-    )
+    others = "".join(f", {name} in {count}" for name, count in found.most_common())
+    text = f"Of {ours + found.total()} problems on {report['device']}, cuflash is the fastest in {ours}{others}."
+    orders = [list(speeds(problem)) for problem in report["problems"]]
+    for name in sorted({name for order in orders for name in order if name.startswith("naive")}):
+        both = [order.index(CHOSEN) > order.index(name) for order in orders if {CHOSEN, name} <= set(order)]
+        text += f" It is slower than {name} in {sum(both)} of {len(both)}."
+    return text
 
 
 def line(report: Report, name: str) -> str:

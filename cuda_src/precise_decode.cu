@@ -206,7 +206,7 @@ __device__ __forceinline__ void weigh(WarpWeights& target, OnlineSoftmax<kChunks
 __device__ __forceinline__ void accumulate(const WarpWeights& shared, const Values& v, const Place& place, Output& o) {
 #pragma unroll
     for (int r = 0; r < kBlockM; ++r) {
-        Accumulator weights[kPaddedLoads];
+        Accumulator weights[Values::kLoads];
         memcpy(weights, shared.weights[r][Values::side(place.lane)], sizeof(weights));
         const Accumulator correction = shared.corrections[r];
 #pragma unroll

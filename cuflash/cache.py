@@ -62,6 +62,8 @@ class KVCache:
         Keys that each slot has. To be read only, which NumPy insists on: the host has a copy. Always the same memory.
     page_table : int32 array, shape (num_slots, ceil(capacity / page_size)), or None
         Pages of each slot in the order of its keys, behind them -1. Likewise; None without pages.
+    num_keys : tuple of int
+        Keys that each slot has, known to the host.
     num_free_pages : int or None
         Pages that no slot uses; None without pages.
 

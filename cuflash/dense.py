@@ -112,9 +112,10 @@ def attention(
     scale : float, optional
         Factor on ``q @ k.T``; any real number up to 1e30 in magnitude (1e300 for float64), default ``D ** -0.5``.
     bias : float array that broadcasts to (..., Hq, Nq, Nk), optional
-        Added to the scores, read in place; ``-inf`` hides.
+        Added to the scores, read in place, in float32 (float64 for float64); ``-inf`` hides.
     mask : bool array that broadcasts to (..., Hq, Nq, Nk), optional
-        True = attend. A hidden pair has weight exactly 0, whatever ``k`` holds there.
+        True = attend. A hidden pair has weight exactly 0, whatever ``k`` holds there; ``v`` must be finite. A padding
+        mask of (B, Nk) goes in as ``mask[:, None, None, :]``: where B equals Nq, no error can tell.
     softcap : float, optional
         Replace the scaled score ``s`` by ``softcap * tanh(s / softcap)``, before bias and ALiBi.
     alibi_slopes : float array that broadcasts to (..., Hq), optional
@@ -134,9 +135,9 @@ def attention(
         float16, bfloat16, float32 or float64; default the dtype of `out`, or of `q`.
     workspace : uint8 array, optional
         Scratch memory of at least as many bytes as ``explain(...)`` names, instead of an allocation per call. Calls
-        with few queries and many keys need it, whose keys are split over several blocks of the GPU, and float32 with
+        with few queries and many keys use it, whose keys are split over several blocks of the GPU, and float32 with
         many queries, whose keys and values are made ready for tensor cores once. While a CUDA graph is captured, new
-        results keep it alive; where `out` is given, the former need a workspace, the latter are then not made ready.
+        results keep what is allocated alive; where `out` is given, split keys need a `workspace`, float32 does without.
 
     Returns
     -------
@@ -165,7 +166,7 @@ def attention(
     The tiled computation with a running maximum and sum is that of [1]_ and [2]_. Results are repeatable to the bit.
 
     Weighted values are summed before they are divided, in float32 (float64 for float64): values within a factor of `Nk`
-    of its largest number may overflow. So may ``q @ k.T`` of float64, before `scale`.
+    of its largest number may overflow. So may ``q @ k.T`` before `scale`: of float64, and of all dtypes on a GPU.
 
     References
     ----------

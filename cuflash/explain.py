@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
+from .cache import KVCache
 from .cpu.execute import check_settings
 from .dense import attention, attention_lse
 from .explanation import Explanation
@@ -167,6 +168,11 @@ def _describe(
     describe = _DESCRIBE.get(function) if callable(function) else None
     if describe is None:
         got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
+        if isinstance(getattr(function, "__self__", None), KVCache):
+            got = (
+                "a method of KVCache, which calls attention_with_kv_cache with keys[layer], values[layer], lengths and "
+                "page_table"
+            )
         raise TypeError(
             f"function is {got}, expected cuflash.{_LISTED}, before the arguments of the call: "
             f"{caller}(cuflash.attention, q, k, v, ...)"

@@ -16,46 +16,67 @@ NUM_SHOWN = 4
 """Tiles of which a report says what they are expected to take."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """Which kernel serves a call, and why; `print` it."""
+    """Which kernel serves a call, and why; it prints as a short report.
+
+    Attributes
+    ----------
+    problem : Problem or GatedProblem
+        The call, without its data.
+    kernel : str
+        Name of the kernel; ``"cpu"`` for the NumPy back end.
+    tile : str
+        Rows x keys of a tile, or tokens x features of v; empty for the NumPy back end.
+    device : Device or None
+        The GPU; None for the NumPy back end.
+    plan : Plan, GatedPlan or None
+        Everything that the launch needs; None for the NumPy back end.
+    num_blocks : int
+        Of the launch; 0 for the NumPy back end.
+    num_threads : int
+        Threads of a block, or of the NumPy back end.
+    shared_memory : int
+        Bytes per block.
+    workspace : int
+        Bytes of scratch memory; what the `workspace` argument must hold at least.
+    registers : int or None
+        Per thread; None where there is no compiler to ask.
+    spill_bytes : int or None
+        Register bytes per thread that did not fit; None where there is no compiler to ask.
+    refusals : tuple of (str, str)
+        Kernels ahead of this one in the table and why each refused.
+    predictions : tuple of Prediction
+        What the time model says of each tile that may serve the call, the least `time` (microseconds) first; of none
+        where it is not asked.
+    source : str
+        The generated source of the kernel; empty for the NumPy back end.
+    """
 
     problem: Problem | GatedProblem
-    """The call, without its data."""
     kernel: str
-    """Name of the kernel; `"cpu"` for the NumPy back end."""
     tile: str
-    """Rows x keys of a tile, or tokens x features of v; empty for the NumPy back end."""
     device: Device | None
-    """The GPU; None for the NumPy back end."""
     plan: Plan | GatedPlan | None
-    """Everything that the launch needs; None for the NumPy back end."""
     num_blocks: int
-    """Of the launch; 0 for the NumPy back end."""
     num_threads: int
-    """Threads of a block, or of the NumPy back end."""
     shared_memory: int
-    """Bytes per block."""
     workspace: int
-    """Bytes of scratch memory; what the `workspace` argument must hold at least."""
     registers: int | None
-    """Per thread; None where there is no compiler to ask."""
     spill_bytes: int | None
-    """Register bytes per thread that did not fit; None where there is no compiler to ask."""
     refusals: tuple[tuple[str, str], ...]
-    """Kernels ahead of this one in the table and why each refused."""
     predictions: tuple[Prediction, ...] = ()
-    """What the time model says of each tile that may serve the call, the least first; of none where it is not asked."""
 
     @property
     def source(self) -> str:
-        """The generated source of the kernel; empty for the NumPy back end."""
         return entry_text(self.plan.program) if self.plan else ""
 
     def __str__(self) -> str:
         lines = _lines_of_cpu(self) if self.device is None else _lines_of_gpu(self, self.device)
         refused = [f"  not {name}: {reason}" for name, reason in self.refusals]
         return "\n".join([str(self.problem), *lines, *refused])
+
+    __repr__ = __str__
 
 
 def _lines_of_cpu(found: Explanation) -> list[str]:

@@ -37,6 +37,8 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) { r
 __device__ __forceinline__ double multiply_subnormal(double a, double b) { return a * b; }
 __device__ __forceinline__ double multiply_add_subnormal(double a, double b, double c) { return fma(a, b, c); }
 __device__ __forceinline__ double divide_subnormal(double a, double b) { return a / b; }
+__device__ __forceinline__ double widen_subnormal(double value) { return value; }
+__device__ __forceinline__ void narrow_subnormal(double value, double& rounded) { rounded = value; }
 
 __device__ __forceinline__ Accumulator bounded(Accumulator value, Accumulator bound) {
     return maximum(minimum(value, bound), -bound);

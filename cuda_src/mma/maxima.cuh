@@ -3,6 +3,7 @@
 
 #include "common/softmax.cuh"
 #include "mma/logits.cuh"
+#include "ptx/subnormal.cuh"
 
 namespace cuflash {
 
@@ -134,7 +135,7 @@ __device__ __forceinline__ void rescale(Output& o, const RowValues& factors) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-        for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) *= factors[r];
+        for (int i = 0; i < 2 * kFeatureTiles; ++i) at(o, r, i) = multiply_subnormal(at(o, r, i), factors[r]);
     }
 }
 

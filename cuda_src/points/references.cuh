@@ -6,6 +6,7 @@
 #include "common/score.cuh"
 #include "common/softmax.cuh"
 #include "ptx/exp2.cuh"
+#include "ptx/subnormal.cuh"
 
 namespace cuflash {
 
@@ -22,12 +23,13 @@ __device__ __forceinline__ double power_of_two(int exponent) { return __hiloint2
 
 // Makes the scores of a query exponents divided by a power of two, which is returned: features of the query are below
 // 1/16, however large it and the scale are, unless the power would be larger than any scale. So scores leave the range
-// of their type only if unscaled ones do, and what distinguishes logits of order 1 stays above its least normal number.
+// of their type only if unscaled ones do, and what distinguishes logits of order 1 stays above its least normal number,
+// but for features of a query that are 1e30 times smaller than its largest one.
 __device__ __forceinline__ Accumulator fold_scale(const AttentionParams& params, Accumulator (&q)[kHeadDim]) {
     constexpr int kLargest = kIsDouble ? 998 : 102;
     double largest = 0;
 #pragma unroll
-    for (int d = 0; d < kHeadDim; ++d) largest = fmax(largest, fabs(static_cast<double>(q[d])));
+    for (int d = 0; d < kHeadDim; ++d) largest = fmax(largest, fabs(widen_subnormal(q[d])));
     const double scale = params.scale * kPerLogit;
     const int exponent = min(exponent_of(largest), 1022);
     int of_unit = exponent + exponent_of(scale) + 6;
@@ -36,7 +38,7 @@ __device__ __forceinline__ Accumulator fold_scale(const AttentionParams& params,
     of_unit = max(of_unit, -kLargest);
     const double shrink = power_of_two(-exponent), factor = scale * power_of_two(exponent - of_unit);
 #pragma unroll
-    for (int d = 0; d < kHeadDim; ++d) q[d] = static_cast<Accumulator>(q[d] * shrink * factor);
+    for (int d = 0; d < kHeadDim; ++d) narrow_subnormal(widen_subnormal(q[d]) * shrink * factor, q[d]);
     return static_cast<Accumulator>(power_of_two(of_unit));
 }
 

@@ -22,4 +22,14 @@ __device__ __forceinline__ float divide_subnormal(float a, float b) {
     return quotient;
 }
 
+__device__ __forceinline__ double widen_subnormal(float value) {
+    double wide;
+    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
+    return wide;
+}
+
+__device__ __forceinline__ void narrow_subnormal(double value, float& rounded) {
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(rounded) : "d"(value));
+}
+
 }  // namespace cuflash

@@ -116,10 +116,9 @@ def _chosen(peers: Mapping[str, Peer], words: Collection[str] | None) -> dict[st
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not positive")
-    return value
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive int")
+    return int(text)
 
 
 def make_parser() -> argparse.ArgumentParser:

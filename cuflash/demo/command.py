@@ -61,7 +61,7 @@ def report(xp: ModuleType, training: Digits, held_out: Digits) -> tuple[bool, Re
 def main(args: list[str]) -> int:
     """Run the demo; 0 if attention beats the most frequent digit and its error is within bounds."""
     parser = argparse.ArgumentParser(prog="python -m cuflash demo", description="Read handwritten digits by attention.")
-    parser.add_argument("--backend", choices=("auto", "numpy", "cupy"), default="auto", help="default: auto")
+    parser.add_argument("--backend", choices=("auto", "numpy", "gpu"), default="auto", help="default: auto")
     parser.add_argument("--output", default="digits.png", metavar="FILE", help="the picture; default: digits.png")
     chosen = parser.parse_args(args)
     try:

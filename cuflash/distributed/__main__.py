@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"mpi4py finds no MPI: pip install mpich ({str(error).splitlines()[0]})")
     world = MPI.COMM_WORLD
     try:
-        on_gpu = choose_backend("cupy" if chosen.backend == "gpu" else chosen.backend) is not np
+        on_gpu = choose_backend(chosen.backend) is not np
     except RuntimeError as error:
         parser.error(str(error))
     comm: Any = communicator_by_mpi(world) if on_gpu else world

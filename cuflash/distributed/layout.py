@@ -171,6 +171,8 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
         raise TypeError(
             f"parts is a {type(parts).__name__}, expected a list of arrays; gather gives it to one rank alone"
         )
+    if not parts:
+        raise ValueError("parts is empty, expected one array for each rank")
     parts = [_array(f"parts[{rank}]", x, axis) for rank, x in enumerate(parts)]
     pieces = [
         (segment.start, _rows(x, axis, slice(segment.at, segment.at + segment.length)))

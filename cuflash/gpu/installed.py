@@ -57,12 +57,12 @@ def gpu_available() -> bool:
 
 
 def choose_backend(backend: str) -> ModuleType:
-    """CuPy where a GPU is usable, else NumPy; `backend` "numpy" or "cupy" insists.
+    """CuPy where a GPU is usable, else NumPy; `backend` "numpy" or "gpu" insists.
 
     Raises
     ------
     RuntimeError
-        "cupy" was asked for, and there is no GPU to use; the message says what to do about it.
+        "gpu" was asked for, and there is no GPU to use; the message says what to do about it.
     """
     if backend == "numpy" or (backend == "auto" and not gpu_available()):
         return np

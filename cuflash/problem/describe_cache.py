@@ -104,7 +104,7 @@ def _operands(named: dict[str, Any], paged: bool) -> dict[str, ArrayInfo]:
         if info.dtype != q.dtype:
             raise TypeError(
                 f"{name} has dtype {info.dtype} but q has {q.dtype}; queries and cache share one dtype, convert with "
-                ".astype()"
+                f".astype() or make the cache of {q.dtype}"
             )
     return infos
 
@@ -125,7 +125,7 @@ def _axes(infos: dict[str, ArrayInfo], paged: bool) -> tuple[tuple[int, ...], tu
         raise ValueError(f"k_cache has batch {k.shape[0]} but q has {batch}; a cache in pages needs page_table")
     if paged and k.shape[2] < 1:
         raise ValueError("k_cache has pages of 0 keys (axis -2), expected at least 1")
-    hint = "; if its axes are (batch, sequence, heads, feature), pass k_cache.swapaxes(1, 2), a view"
+    hint = "; if axes are (batch, sequence, heads, feature), pass x.swapaxes(1, 2) of q, k_cache and v_cache, views"
     keys = f"k_cache{hint if k.shape[1] > k.shape[2] else ''}"
     check_heads(num_heads, k.shape[1], None, q.device, keys=keys)
     if "k_new" in infos:

@@ -49,6 +49,8 @@ def _parts(name: str, x: Any, min_axes: int) -> tuple[list[ArrayInfo], int, int 
     """Return the parts of an argument, their number and, if they are stacked, the first one alone and their stride."""
     axes = "..., Nq, Dv)" if min_axes == 2 else "..., Nq)"
     if isinstance(x, (list, tuple)):
+        if x and isinstance(x[0], tuple):
+            raise TypeError(f"{name}[0] is a tuple, expected an array; of (out, lse) pairs pass *zip(*pairs)")
         infos, num_parts, step = [inspect(f"{name}[{i}]", part) for i, part in enumerate(x)], len(x), None
     else:
         whole = inspect(name, x)

@@ -349,8 +349,10 @@ def _hint(name: str, known: frozenset[str]) -> str:
         return f"{max(alike, key=lambda function: len(alike[function] & known))} takes it"
     from difflib import get_close_matches
 
-    close = get_close_matches(name.lower(), sorted(known), n=1)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(sorted(known - {'q', 'k', 'v'}))}"
+    elsewhere = {*(_OUR_NAMES if kind["causal"] else ()), *(_NOT_NEEDED if kind["q"] else ())}
+    for close in get_close_matches(name.lower(), sorted(known | elsewhere), n=1):
+        return f"did you mean {close}?" if close in known else f"did you mean {close}? {_hint(close, known)}"
+    return f"expected one of {', '.join(sorted(known - {'q', 'k', 'v'}))}"
 
 
 def _kind(parameters: frozenset[str]) -> dict[str, bool]:

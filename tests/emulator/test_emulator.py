@@ -461,6 +461,37 @@ def test_conversions(back_end: str, dtype: str, tmp_path: Path) -> None:
 
 
 @backends
+def test_arithmetic_of_subnormal_floats(back_end: str, tmp_path: Path) -> None:
+    """As NumPy's, whose float32 has them, while CuPy compiles with -ftz=true."""
+    a = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
+    a *= np.float32(2.0) ** np.random.default_rng(1).integers(-148, -100, a.size).astype(np.float32)
+    b, c = np.roll(a, 1) * np.float32(2.0**110), np.roll(a, 2)
+    results = {
+        "multiply_subnormal(a, b)": a * b,
+        "multiply_add_subnormal(a, b, c)": (a.astype(np.float64) * b + c).astype(np.float32),
+        "divide_subnormal(a, 3)": a / np.float32(3),
+        "narrowed(widen_subnormal(a) / 3)": (a.astype(np.float64) / 3).astype(np.float32),
+    }
+    body = f"""
+        const auto narrowed = [](double value) {{
+            float result;
+            narrow_subnormal(value, result);
+            return result;
+        }};
+        constexpr int kCount = {a.size};
+        for (int i = thread; i < kCount; i += 32) {{
+            const float a = in[i], b = in[kCount + i], c = in[2 * kCount + i];
+            {" ".join(f"out[{i} * kCount + i] = {result};" for i, result in enumerate(results))}
+        }}
+    """
+    given = np.concatenate([a, b, c])
+    arrays = given, given, np.empty(4 * a.size, np.float32)
+    out = _run(back_end, body, arrays, tmp_path, "subnormal", ("float", "float"))
+    for found, expected in zip(out.reshape(4, -1), results.values(), strict=True):
+        assert (found == expected).all() and (np.abs(found) < 2.0**-126).any()
+
+
+@backends
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_conversions_of_pairs(back_end: str, dtype: str, tmp_path: Path) -> None:
     name = "half2" if dtype == "float16" else "bfloat162"

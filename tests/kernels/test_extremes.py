@@ -298,6 +298,29 @@ def test_small_columns_keep_their_digits(back_end: BackEnd, small: float) -> Non
 
 
 @pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype in ("float32", "bfloat16")])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_values_below_the_normal_range_outlast_a_growing_maximum(back_end: BackEnd, head_dim: int) -> None:
+    """One key has all the weight, in front of others or behind them; all values are the same."""
+    q, k = (np.zeros_like(back_end.draw(1, length, head_dim)) for length in (3, 65))
+    v = np.full_like(k, 6e-39)
+    q[..., 0] = 1
+    for place in (0, 40, 64):
+        k[...] = 0
+        k[0, place, 0] = 25
+        out, _ = back_end.attention(q, k, v, scale=1.0, out_dtype="float32")
+        np.testing.assert_allclose(out, v[:, :3].astype(np.float32), rtol=1e-3)
+
+
+@back_ends
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(256, 4), (128, 32), (68, 4), (4, 256), (32, 128)])
+def test_keys_and_values_of_other_widths(back_end: BackEnd, head_dim: int, head_dim_v: int) -> None:
+    q, k, v = (back_end.draw(2, *shape) for shape in ((3, head_dim), (90, head_dim), (90, head_dim_v)))
+    out, _ = back_end.attention(q, k, v)
+    expected, _ = reference.attention(q, k, v)
+    np.testing.assert_allclose(out.astype(np.float64), expected, rtol=0, atol=2 * back_end.rounding)
+
+
+@pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype in ("float32", "bfloat16")])
 @pytest.mark.parametrize(("of_q", "of_k", "scale"), [(3e29, 1e-39, 1e9), (3e37, 1e-39, 10.0), (3e24, 1e-40, 1e15)])
 def test_keys_below_the_normal_range(back_end: BackEnd, of_q: float, of_k: float, scale: float) -> None:
     q, k, v = back_end.draw(1, 30, 32), back_end.draw(1, 50, 32), back_end.draw(1, 50, 32, seed=1)

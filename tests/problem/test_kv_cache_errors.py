@@ -85,7 +85,7 @@ VALUE_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"q": zeros(2, 3, 3, 8)}, "q has 3 heads, expected a multiple of the 2 heads of k_cache"),
     (
         {"k_cache": zeros(2, 20, 2, 8), "v_cache": zeros(2, 20, 2, 6)},
-        "q has 4 heads, expected a multiple of the 20 heads of k_cache; if its axes are (batch, sequence,",
+        "q has 4 heads, expected a multiple of the 20 heads of k_cache; if axes are (batch, sequence,",
     ),
     ({"v_new": None}, "v_new is None but k_new is given; what is appended has both"),
     ({"k_new": None}, "k_new is None but v_new is given; what is appended has both"),

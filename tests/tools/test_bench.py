@@ -551,14 +551,14 @@ def test_peers_compute_attention(case: Case) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--seqlen", "0"], "argument --seqlen: 0 is not positive"),
-        (["--heads", "many"], "argument --heads: invalid"),
+        (["--seqlen", "0"], "argument --seqlen: 0 is not a positive int"),
+        (["--heads", "many"], "argument --heads: many is not a positive int"),
         (["--heads", "6", "--kv-heads", "4"], "heads"),
         (["--head-dim", "600"], "head_dim 600, expected 1 to 512"),
         (["--group", "float8"], "argument --group: invalid choice: 'float8'"),
         (["--group", "drift", "--seqlen", "64"], "--group chooses from the table"),
         (["--kernel", "fastest"], "argument --kernel: invalid choice: 'fastest'"),
-        (["--repeats", "-1"], "argument --repeats: -1 is not positive"),
+        (["--repeats", "-1"], "argument --repeats: -1 is not a positive int"),
         (["--dtype", "int8"], "argument --dtype: invalid choice"),
         (["--json", "no/such/folder/x.json"], "--json no/such/folder/x.json: there is no folder"),
         (["--peers", "no_such_module"], "--peers no_such_module: ModuleNotFoundError"),

@@ -28,7 +28,7 @@ def digits() -> tuple[demo.Digits, demo.Digits]:
     return demo.load()
 
 
-@pytest.mark.parametrize("backend", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("backend", ["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_runs_and_saves_a_picture(backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "digits.png"
     assert command.main(["--backend", backend, "--output", str(picture)]) == 0
@@ -36,7 +36,7 @@ def test_runs_and_saves_a_picture(backend: str, tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     for part in ("accuracy", "nearest neighbour", "most frequent digit", "error against float64", str(picture)):
         assert part in printed
-    names = {"numpy": ("cuflash", "naive NumPy"), "cupy": ("cuflash", "naive CuPy")}
+    names = {"numpy": ("cuflash", "naive NumPy"), "gpu": ("cuflash", "naive CuPy")}
     for name in names[backend]:
         assert re.search(rf"^  {name} +[0-9.]+ ms, [0-9.]+ MiB$", printed, re.MULTILINE), printed
     assert "FAILED" not in printed
@@ -86,7 +86,7 @@ def test_lse_brings_the_weights_back(digits: tuple[demo.Digits, demo.Digits]) ->
     assert (np.diff(weights, axis=1) <= 0).all()
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_naive_attention_is_attention_and_takes_the_memory_of_its_scores(
     library: str, digits: tuple[demo.Digits, demo.Digits]
 ) -> None:
@@ -103,7 +103,7 @@ def test_naive_attention_is_attention_and_takes_the_memory_of_its_scores(
     assert results <= our_bytes < naive_bytes
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_peak_memory_counts_what_is_held_at_once(library: str) -> None:
     xp = pytest.importorskip(library)
 
@@ -151,7 +151,7 @@ def test_names_the_extra_that_is_missing(
 def test_cupy_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert choose_backend("numpy") is np
-    assert command.main(["--backend", "cupy"]) == 2
+    assert command.main(["--backend", "gpu"]) == 2
     assert "pip install 'cuflash[cuda1" in capsys.readouterr().out
 
 

@@ -24,4 +24,15 @@ inline float divide_subnormal(float a, float b) {
     return is_lost(a, b, 0, quotient) ? cpu_cuda_divide(a, b) : quotient;
 }
 
+inline double widen_subnormal(float value) {
+    const unsigned int bits = __float_as_uint(value);
+    return (bits & 0x7f800000u) == 0 ? __builtin_copysign((bits & 0x7fffffu) * 0x1p-149, value) : value;
+}
+
+inline void narrow_subnormal(double value, float& rounded) {
+    const bool is_normal = !(fabs(value) < 0x1p-126);
+    const unsigned int units = is_normal ? 0 : static_cast<unsigned int>(__builtin_nearbyint(fabs(value) * 0x1p149));
+    rounded = is_normal ? static_cast<float>(value) : __uint_as_float(units | (value < 0 ? 0x80000000u : 0));
+}
+
 }  // namespace cuflash

@@ -9,4 +9,8 @@ __device__ __forceinline__ float multiply_add_subnormal(float a, float b, float 
 
 __device__ __forceinline__ float divide_subnormal(float a, float b) { return a / b; }
 
+__device__ __forceinline__ double widen_subnormal(float value) { return value; }
+
+__device__ __forceinline__ void narrow_subnormal(double value, float& rounded) { rounded = static_cast<float>(value); }
+
 }  // namespace cuflash
