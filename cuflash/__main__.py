@@ -283,7 +283,8 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("doctor", help="print the configuration and check every back end against float64")
     commands.add_parser("kernels", help="list the kernels")
-    _add_explain(commands.add_parser("explain", help="say which kernel serves a call, and why"))
+    usage = "python -m cuflash explain [function] [options]; --help lists them"
+    _add_explain(commands.add_parser("explain", help="say which kernel serves a call, and why", usage=usage))
     commands.add_parser("bench", help="measure speed and error, beside other libraries", add_help=False)
     commands.add_parser("demo", help="classify handwritten digits by attention", add_help=False)
     if arguments[:1] == ["bench"]:

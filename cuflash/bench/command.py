@@ -125,6 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
     """Arguments of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m cuflash bench",
+        usage="%(prog)s [options]; --help lists them",
         description="Check the kernels against float64, and measure them beside other libraries.",
     )
     parser.add_argument("--backend", choices=("gpu", "numpy"), help="default: gpu if there is one")

@@ -222,6 +222,7 @@ def most_attended(
 def median_time(xp: ModuleType, call: Callable[[], Any], repeats: int = 9) -> float:
     """Median seconds of a finished call, after one that warms up."""
     wait = (lambda: None) if xp is np else xp.cuda.get_current_stream().synchronize
+    time.sleep(0.2)  # threads of what ran before, as OpenBLAS's, spin for a while
     times = []
     for _ in range(repeats + 1):
         start = time.perf_counter()

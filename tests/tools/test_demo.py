@@ -86,7 +86,7 @@ def test_lse_brings_the_weights_back(digits: tuple[demo.Digits, demo.Digits]) ->
     assert (np.diff(weights, axis=1) <= 0).all()
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_naive_attention_is_attention_and_takes_the_memory_of_its_scores(
     library: str, digits: tuple[demo.Digits, demo.Digits]
 ) -> None:
@@ -103,7 +103,7 @@ def test_naive_attention_is_attention_and_takes_the_memory_of_its_scores(
     assert results <= our_bytes < naive_bytes
 
 
-@pytest.mark.parametrize("library", ["numpy", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("library", ["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
 def test_peak_memory_counts_what_is_held_at_once(library: str) -> None:
     xp = pytest.importorskip(library)
 
