@@ -115,7 +115,8 @@ def _chosen(peers: Mapping[str, Peer], words: Collection[str] | None) -> dict[st
     return {name: peer for name, peer in peers.items() if words is None or any(word in name for word in words)}
 
 
-def _positive(text: str) -> int:
+def positive_int(text: str) -> int:
+    """Read an argument of a command line."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text} is not a positive int")
     return int(text)
@@ -135,7 +136,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--kernel", default="", choices=kernels, help="default: automatic choice")
     parser.add_argument("--tile", default="", help="such as 64x64; default: automatic choice")
     parser.add_argument(
-        "--repeats", type=_positive, help="timed runs, of which the median counts, fewer if they are slow; default: 9"
+        "--repeats",
+        type=positive_int,
+        help="timed runs, of which the median counts, fewer if they are slow; default: 9",
     )
     parser.add_argument("--no-verify", action="store_true", help="do not compare with float64")
     parser.add_argument(
@@ -147,12 +150,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--only-peers", nargs="+", metavar="WORD", help="peers whose names contain one of these; default: all"
     )
     shape = parser.add_argument_group("one problem of attention instead of the table")
-    shape.add_argument("--batch", type=_positive, help="default: 1")
-    shape.add_argument("--heads", type=_positive, help="default: 16")
-    shape.add_argument("--kv-heads", type=_positive, help="default: as many as heads")
-    shape.add_argument("--seqlen", type=_positive, metavar="N", help="queries; default: 4096, with NumPy 2048")
-    shape.add_argument("--seqlen-k", type=_positive, metavar="N", help="keys; default: as many as queries")
-    shape.add_argument("--head-dim", type=_positive, help="default: 128")
+    shape.add_argument("--batch", type=positive_int, help="default: 1")
+    shape.add_argument("--heads", type=positive_int, help="default: 16")
+    shape.add_argument("--kv-heads", type=positive_int, help="default: as many as heads")
+    shape.add_argument("--seqlen", type=positive_int, metavar="N", help="queries; default: 4096, with NumPy 2048")
+    shape.add_argument("--seqlen-k", type=positive_int, metavar="N", help="keys; default: as many as queries")
+    shape.add_argument("--head-dim", type=positive_int, help="default: 128")
     shape.add_argument("--dtype", choices=FLOAT_NAMES, help="default: float16, with NumPy float32")
     shape.add_argument("--causal", action="store_true", default=None)
     output = parser.add_argument_group("output")

@@ -11,6 +11,7 @@ import numpy as np
 
 import cuflash
 
+from ..bench.command import positive_int
 from ..gpu.installed import choose_backend
 from ..gpu.nccl import communicator_by_mpi
 from ..settings import num_threads
@@ -22,9 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m cuflash.distributed", description=__doc__)
     parser.add_argument("--try", action="store_true", required=True, help="attention of all ranks, compared with one's")
     parser.add_argument("--backend", choices=["auto", "numpy", "gpu"], default="auto", help="auto: GPUs if there are")
-    parser.add_argument("--seqlen", type=_positive, default=4096, help="queries and keys of all ranks")
-    parser.add_argument("--heads", type=_positive, default=4)
-    parser.add_argument("--head-dim", type=_positive, default=64)
+    parser.add_argument("--seqlen", type=positive_int, default=4096, help="queries and keys of all ranks")
+    parser.add_argument("--heads", type=positive_int, default=4)
+    parser.add_argument("--head-dim", type=positive_int, default=64)
     parser.add_argument("--dtype", choices=["float16", "float32", "float64"], default="float32")
     parser.add_argument("--layout", choices=["contiguous", "zigzag"], default="zigzag")
     parser.add_argument("--full", action="store_true", help="without causal")
@@ -42,12 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     comm: Any = communicator_by_mpi(world) if on_gpu else world
     return _try(world, comm, chosen, on_gpu)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive int")
-    return int(text)
 
 
 def _try(world: Any, comm: Any, chosen: argparse.Namespace, on_gpu: bool) -> int:
