@@ -14,14 +14,15 @@ from .cache_memory import CacheMemory, array_module_of, float_dtype_of
 from .kv_cache import attention_with_kv_cache
 from .problem.arrays import inspect
 from .problem.checks import MAX_HEAD_DIM
+from .problem.hints import check_options, explains_unknown_names, passes_options_to
 from .problem.pages import Pages
-from .problem.signatures import Causal, FloatDtype, explains_unknown_names
+from .problem.signatures import Causal, FloatDtype
 from .problem.slots import Slots, integer_of, slice_of, slot_numbers
 
 if TYPE_CHECKING:
     from .problem.signatures import AnyArray, NumpyArray, Pair, SlotOptions, SlotResults, Unpack, WithoutLse
 
-_HELD_HERE = ("seqlens_k", "page_table")
+_HELD_HERE = ("k_cache", "v_cache", "seqlens_k", "page_table")
 
 
 class KVCache:
@@ -222,6 +223,7 @@ class KVCache:
         **options: Unpack[SlotResults],
     ) -> Any | WithoutLse | Pair: ...
     # fmt: on
+    @passes_options_to(attention_with_kv_cache, but=_HELD_HERE)
     def attention(
         self,
         q: Any,
@@ -273,9 +275,7 @@ class KVCache:
                 "could not be written in place; with page_size any slots will do"
             )
         at = integer_of("layer", layer, 0, len(self.keys) - 1)
-        for name in _HELD_HERE:
-            if name in options:
-                raise TypeError(f"KVCache.attention() got {name}, expected no such option: it is the cache's own")
+        check_options("KVCache.attention", options)
         num_new = self._num_new(q, k_new, len(numbers))
         planned = memory.reserve(f"k_new has {num_new} keys", num_new, numbers)
         lengths, table = memory.view(numbers)

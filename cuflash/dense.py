@@ -10,7 +10,8 @@ from .dispatch import execute, find
 from .problem.arrays import MISSING
 from .problem.checks import hashable_window
 from .problem.describe import describe_attention, describe_attention_lse
-from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
+from .problem.hints import check_options, explains_unknown_options
+from .problem.signatures import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -32,8 +32,8 @@ from .problem.describe_gated import (
     describe_recurrent_gated_delta_rule,
 )
 from .problem.gated import GatedProblem
+from .problem.hints import check_options, positional
 from .problem.problem import ARRAYS, Problem
-from .problem.signatures import check_options, positional
 from .settings import Settings, num_threads, settings
 from .varlen import attention_varlen
 

@@ -12,7 +12,8 @@ from .problem.describe_gated import (
     describe_recurrent_gated_delta_rule,
 )
 from .problem.gated import GatedProblem
-from .problem.signatures import Real, check_options, explains_unknown_options
+from .problem.hints import check_options, explains_unknown_options
+from .problem.signatures import Real
 
 if TYPE_CHECKING:
     import numpy as np

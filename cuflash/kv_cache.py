@@ -10,7 +10,8 @@ from .dispatch import execute, find
 from .problem.arrays import MISSING, cupy_ndarray
 from .problem.checks import hashable_window
 from .problem.describe_cache import describe_kv_cache
-from .problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options, explains_unknown_options
+from .problem.hints import check_options, explains_unknown_options
+from .problem.signatures import Causal, FloatDtype, Precision, Real, Window
 
 if TYPE_CHECKING:
     from .problem.signatures import AnyArray, CacheOptions, CacheResults, NumpyArray, Pair, Unpack, WithoutLse

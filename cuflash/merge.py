@@ -10,8 +10,8 @@ from .gpu.merge_states import merge_on_gpu
 from .log import DEBUG, is_enabled, log_call
 from .plan.table import CPU_KERNEL
 from .problem.arrays import HOST
+from .problem.hints import explains_unknown_names
 from .problem.parts import describe_parts
-from .problem.signatures import explains_unknown_names
 from .settings import settings
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from .plan.names import kernel_names
-from .problem.signatures import explains_unknown_names
+from .problem.hints import explains_unknown_names
 from .settings import ENVIRONMENT, Settings, current, misspelt, num_threads, read
 
 _OPEN: ContextVar[tuple[options, ...]] = ContextVar("cuflash_options_open", default=())

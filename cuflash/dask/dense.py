@@ -9,7 +9,8 @@ import dask.array as da
 from ..problem.arrays import ArrayInfo, contiguous_strides, inspect
 from ..problem.checks import parse_integer
 from ..problem.describe import describe_attention
-from ..problem.signatures import Causal, FloatDtype, Precision, Real, Window, check_options
+from ..problem.hints import check_options
+from ..problem.signatures import Causal, FloatDtype, Precision, Real, Window
 from .graph import results_of
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from ..gpu.nccl import NcclLink, communicator_of
 from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, inspect
 from ..problem.checks import check_apart, clamp_offset, optional_array, parse_causal, parse_integer
 from ..problem.describe import describe_attention
+from ..problem.hints import check_options
 from ..problem.problem import Problem
-from ..problem.signatures import Causal, FloatDtype, Precision, Window, check_options
+from ..problem.signatures import Causal, FloatDtype, Precision, Window
 from ..problem.signatures import Real as RealLike
 from ..settings import settings
 from ..states import finish, results_for

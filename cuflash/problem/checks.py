@@ -25,6 +25,7 @@ from .arrays import (
     overlaps_itself,
     share_memory,
 )
+from .hints import axes_hint, dtype_hint
 
 MAX_HEAD_DIM = 512
 BOUNDARY = 16
@@ -137,7 +138,7 @@ def optional_array(
         wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
         raise TypeError(
             f"{name} has dtype {info.dtype}, expected {wanted}{' ' + alternative if alternative else ''}"
-            f"{_dtype_hint(name, info.dtype)}"
+            f"{dtype_hint(name, info.dtype)}"
         )
     same_device(name, info, "q", infos["q"])
     shape = info.shape
@@ -145,30 +146,9 @@ def optional_array(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
     ):
         raise ValueError(
-            f"{name} has shape {shape}, expected one that broadcasts to {target}{_axes_hint(name, shape, target)}"
+            f"{name} has shape {shape}, expected one that broadcasts to {target}{axes_hint(name, shape, target)}"
         )
     infos[name] = info
-
-
-def _dtype_hint(name: str, dtype: str) -> str:
-    """Say how masks of other kinds go in."""
-    if name == "mask" and dtype in FLOAT_NAMES:
-        return "; what is added to the scores goes in as bias"
-    if name == "mask" and dtype in INTEGER_NAMES:
-        return "; if 1 is to attend, pass mask.astype(bool)"
-    return "; what hides where it is False goes in as mask" if (name, dtype) == ("bias", "bool") else ""
-
-
-def _axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
-    """Say how a mask or bias without the axis of heads goes in, as other libraries have them."""
-    if len(target) < 4:
-        return ""
-    colons = ":, " * (len(target) - 3)
-    if shape == (*target[:-3], target[-1]):
-        return f"; if it is one row for all queries of a batch, pass {name}[{colons}None, None, :]"
-    if shape == (*target[:-3], *target[-2:]):
-        return f"; if all heads of a batch share it, pass {name}[{colons}None, :, :]"
-    return ""
 
 
 def parse_integer(name: str, x: Any, expected: str) -> int:

@@ -5,16 +5,12 @@ A result without the lse is a union with `WithoutLse`, which is no more than its
 type would pass, as arrays can be iterated, and so would the call itself if the first axis had two entries. Who wants to
 iterate over a result writes ``np.asarray(out)``. `WithoutState` is the same for `output_final_state`.
 
-The other names are those of PyTorch, FlashAttention, xFormers, JAX, FlashInfer and Transformers, as hints for a call
-that is carried over from one of them. None is accepted: many mean something slightly else, and a wrong result is worse
-than an error.
+The other names are those of PyTorch, FlashAttention, xFormers, JAX, ONNX, FlashInfer, Transformers and
+flash-linear-attention, for `hints`.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable, Sized
-from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypedDict, TypeVar
 
 import numpy as np
@@ -168,36 +164,51 @@ if TYPE_CHECKING:
         out: AnyArray | None
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 _CAUSAL = "causal (True lets the last query see the last key; 'top_left' lines up the first ones, as PyTorch does)"
 _LENGTHS = "cu_seqlens_q and cu_seqlens_k, which attention_varlen takes"
 _MASK = "mask (bool, True = attend), or bias if it is added to the scores"
 _PADDING = "mask (bool, True = attend, shape (B, 1, 1, Nk))"
 _CACHED = f"{_PADDING}; attention_with_kv_cache takes seqlens_k"
+_PAGED = "page_table, which attention_with_kv_cache takes: (B, pages of a sequence), with seqlens_k"
 _WINDOW = "window=(left, right), in which None leaves a side open, not -1"
-_OUR_NAMES = {
+OUR_NAMES = {
     "alibi": "alibi_slopes",
     "attention_mask": _MASK,
     "attn_bias": "bias, or causal, window or mask for what only hides",
     "attn_mask": _MASK,
+    "attn_sink": "sinks",
     "block_mask": _MASK,
     "block_table": "page_table, which attention_with_kv_cache takes",
+    "cache_position": "query_offset, the position of the first query among the keys",
     "cache_seqlens": _CACHED,
     "causal_mask": _CAUSAL,
+    "cu_seq_k": _LENGTHS,
+    "cu_seq_q": _LENGTHS,
     "cu_seqlens": _LENGTHS,
     "cu_seqlens_kv": _LENGTHS,
     "custom_mask": "mask (bool, True = attend)",
     "dtype": "out_dtype",
+    "head_sink": "sinks",
     "is_causal": _CAUSAL,
     "key": "k",
     "key_padding_mask": f"{_PADDING}: ~key_padding_mask[:, None, None, :] if True is padding",
     "key_value_seq_lengths": _CACHED,
+    "kv_page_indices": _PAGED,
+    "kv_page_indptr": _PAGED,
     "learnable_sink": "sinks",
     "local_window_size": "window=(left, right), query_offset=0; an int w is (w, w)",
     "logit_cap": "softcap",
     "logits_soft_cap": "softcap",
+    "max_k": "max_seqlen_k, which attention_varlen takes",
+    "max_q": "max_seqlen_q, which attention_varlen takes",
     "need_weights": "return_lse: weights are not stored, and exp(logit - lse) brings them back",
+    "nonpad_kv_seqlen": _CACHED,
+    "output_attentions": "return_lse: weights are not stored, and exp(logit - lse) brings them back",
+    "paged_kv_indices": _PAGED,
+    "paged_kv_indptr": _PAGED,
+    "past_key": "k_cache, which attention_with_kv_cache takes, and writes k_new to",
+    "past_value": "v_cache, which attention_with_kv_cache takes, and writes v_new to",
+    "position_bias": "bias",
     "query": "q",
     "query_seq_lengths": "mask (bool, True = attend, shape (B, 1, Nq, 1))",
     "return_attn_probs": "return_lse",
@@ -216,7 +227,8 @@ _OUR_NAMES = {
     "window_left": _WINDOW,
     "window_size": _WINDOW,
 }
-_OUR_NAMES_BESIDE = {
+_LOG_G = "the natural logarithm of each token's gate"
+OUR_NAMES_BESIDE = {
     "seqlens_k": {
         "block_table": "page_table",
         "block_tables": "page_table",
@@ -225,16 +237,35 @@ _OUR_NAMES_BESIDE = {
         "cache_seqlens": "seqlens_k",
         "context_lens": "seqlens_k",
         "k": "k_new, which is appended to k_cache",
+        "key": "k_new, which is appended to k_cache",
         "key_value_seq_lengths": "seqlens_k",
         "kv_lens": "seqlens_k",
         "local_window_size": "window=(left, right); an int w is (w, w)",
+        "nonpad_kv_seqlen": "seqlens_k, without what is appended",
         "page_indices": "page_table",
+        "past_key": "k_cache",
+        "past_value": "v_cache",
         "seq_lens": "seqlens_k",
         "seqused_k": "seqlens_k",
         "slot_mapping": "seqlens_k and page_table, which say where k_new and v_new are appended",
         "v": "v_new, which is appended to v_cache",
+        "value": "v_new, which is appended to v_cache",
     },
-    "log_g": {"g": "log_g, the natural logarithm of each token's gate"},
+    "slots": {
+        "cache_batch_idx": "slots",
+        "key": "k_new",
+        "layer_idx": "layer",
+        "slot": "slots",
+        "slot_mapping": "slots",
+        "value": "v_new",
+    },
+    "cu_seqlens_q": {
+        "local_window_size": "window=(left, right), which counts from where a sequence's last query sees its last key",
+        "max_k": "max_seqlen_k",
+        "max_q": "max_seqlen_q",
+        "seqused_k": "cu_seqlens_k, as sequences lie one behind another without a gap",
+    },
+    "log_g": {"g": f"log_g, {_LOG_G}", "key": "k", "query": "q", "value": "v"},
     "log_g_cumsum": {"g": "log_g_cumsum, the natural logarithm of the gates, cumulated inside each chunk"},
     "page_size": {
         "block_size": "page_size",
@@ -247,11 +278,22 @@ _OUR_NAMES_BESIDE = {
     "state": {"initial_state": "state, which is updated in place"},
 }
 """The same for functions that have a certain parameter, where a name means another thing elsewhere."""
+
 _ROTATED = "cuflash rotates nothing: rotate q and k before the call"
 _PAGES = "a page has as many keys as axis -2 of k_cache, (pages, heads, page_size, feature)"
 _HEADS_FIRST = "axes are (..., heads, sequence, feature); x.swapaxes(-3, -2) makes them so without a copy"
+_HEADS_LAST = "axes are (batch, tokens, heads, feature); x.swapaxes(1, 2) makes them so without a copy"
+_PACKED = "axes are (tokens, heads, feature); x.swapaxes(0, 1) makes them so without a copy"
 _NO_DROPOUT = "cuflash has no dropout, leave it out"
-_NOT_NEEDED = {
+_NO_FP8 = "cuflash takes no arrays of 8 bits: multiply by their scales before the call"
+_AXIS_OF_HEADS = "heads are an axis of q, k and v: x.reshape(batch, sequence, heads, feature).swapaxes(1, 2)"
+_GATE = "cuflash applies no function to gates: log_g = -exp(A_log) * logaddexp(0, g + dt_bias)"
+_SIGMOID = "cuflash applies no function to beta: 1 / (1 + exp(-beta)), and twice that with allow_neg_eigval"
+_STATE = "states are (..., Hv, K, V): state.swapaxes(-1, -2) makes them so"
+_ONE_GATE = "a token has one gate for all features of a head; decays of single features are another operation"
+_HELD = "keys, values, lengths and pages are the cache's own; advance and truncate change lengths"
+NOT_NEEDED = {
+    "attention_chunk": "cuflash has no chunked attention: mask hides keys of other chunks",
     "block_size": _PAGES,
     "cache_leftpad": "cuflash counts keys from the first row of a cache; mask hides those in front",
     "deterministic": "results are always repeatable to the bit, leave it out",
@@ -259,102 +301,43 @@ _NOT_NEEDED = {
     "dropout_p": _NO_DROPOUT,
     "dropout_rate": _NO_DROPOUT,
     "enable_gqa": "k and v may always have fewer heads than q, leave it out",
-    "head_first": "axes are (batch, tokens, heads, feature); x.swapaxes(1, 2) makes them so without a copy",
+    "head_first": _HEADS_FIRST,
     "implementation": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
+    "k_descale": _NO_FP8,
     "kv_layout": _HEADS_FIRST,
+    "kv_num_heads": _AXIS_OF_HEADS,
     "layout": _HEADS_FIRST,
     "num_splits": "cuflash splits the keys where that helps, leave it out",
     "op": "cuflash chooses a kernel itself; cuflash.options(kernel=...) insists on one",
     "p": _NO_DROPOUT,
     "page_size": _PAGES,
+    "q_descale": _NO_FP8,
+    "q_num_heads": _AXIS_OF_HEADS,
+    "qk_matmul_output_mode": "cuflash stores no scores; exp(logit - lse), with return_lse, brings weights back",
     "rotary_cos": _ROTATED,
     "rotary_interleaved": _ROTATED,
     "rotary_sin": _ROTATED,
     "score_mod": "cuflash has no functions of scores; softcap, bias, alibi_slopes, causal, window and mask are options",
     "tensor_layout": _HEADS_FIRST,
-    "use_qk_l2norm_in_kernel": "cuflash normalises nothing: divide q and k by their norms before the call",
+    "v_descale": _NO_FP8,
 }
-_parameters: dict[str, frozenset[str]] = {}
-"""Names of the parameters of each public function that explains unknown ones."""
-positional: dict[str, list[str]] = {}
-"""Those of them that need not be named."""
-
-
-def explains_unknown_options(function: Function) -> Function:
-    """Leave `*more` and `**unknown` out of the signature that `help` and `inspect.signature` show."""
-    signature = inspect.signature(function)
-    shown = _without_unknown(signature)
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    _parameters[function.__name__] = frozenset(x.name for x in shown)
-    positional[function.__name__] = [x.name for x in shown if x.kind is not inspect.Parameter.KEYWORD_ONLY]
-    return function
-
-
-def explains_unknown_names(function: Function) -> Function:
-    """Refuse named arguments that a function does not have with the same hints; a class by its `__init__`.
-
-    A call more, for what is not called by the thousand: such functions have no defaults for what a call must have.
-    """
-    name = function.__qualname__.removesuffix(".__init__")
-    known = _parameters[name] = frozenset(inspect.signature(function).parameters) - {"self"}
-
-    @wraps(function)
-    def checked(*args: Any, **given: Any) -> Any:
-        if not known.issuperset(given):
-            check_options(name, given)
-        return function(*args, **given)
-
-    return checked  # type: ignore[return-value]
-
-
-def _without_unknown(signature: inspect.Signature) -> list[inspect.Parameter]:
-    hidden = inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL
-    return [x for x in signature.parameters.values() if x.kind not in hidden]
-
-
-def check_options(
-    function: str, given: Iterable[str], more: Sized = (), namesake: Callable[..., Any] | None = None
-) -> None:
-    """Raise a TypeError that helps with what a public function does not have: positional arguments, or an option.
-
-    Only of those that explain unknown ones; Python itself refuses them for others. `namesake`: the function that was
-    called, if it is another one of that name, with options of its own.
-    """
-    if more:
-        names = positional[function]
-        others = ", ".join(sorted(_parameters[function].difference(names)))
-        raise TypeError(
-            f"{function}() takes {len(names)} positional arguments ({', '.join(names)}) but {len(names) + len(more)} "
-            f"were given; name the others, of {others}"
-        )
-    known = _parameters.get(function)
-    for name in given:
-        if known is not None and name not in known:
-            if namesake is not None:
-                known = frozenset(x.name for x in _without_unknown(inspect.signature(namesake)))
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}; {_hint(name, known)}")
-
-
-def _hint(name: str, known: frozenset[str]) -> str:
-    for parameter, names in _OUR_NAMES_BESIDE.items():
-        if parameter in known and name in names:
-            return f"cuflash calls it {names[name]}"
-    kind = _kind(known)
-    if kind["q"] and name in _NOT_NEEDED:
-        return _NOT_NEEDED[name]
-    if kind["causal"] and name in _OUR_NAMES:
-        return f"cuflash calls it {_OUR_NAMES[name]}"
-    alike = {function: x for function, x in _parameters.items() if name in x and _kind(x) == kind}
-    if alike:
-        return f"{max(alike, key=lambda function: len(alike[function] & known))} takes it"
-    from difflib import get_close_matches
-
-    elsewhere = {*(_OUR_NAMES if kind["causal"] else ()), *(_NOT_NEEDED if kind["q"] else ())}
-    for close in get_close_matches(name.lower(), sorted(known | elsewhere), n=1):
-        return f"did you mean {close}?" if close in known else f"did you mean {close}? {_hint(close, known)}"
-    return f"expected one of {', '.join(sorted(known - {'q', 'k', 'v'}))}"
-
-
-def _kind(parameters: frozenset[str]) -> dict[str, bool]:
-    """What functions have in common whose options are mixed up: attention, the delta rule, what computes neither."""
-    return {name: name in parameters for name in ("q", "causal")}
+NOT_NEEDED_BESIDE = {
+    "cu_seqlens_q": dict.fromkeys(("head_first", "kv_layout", "layout", "tensor_layout"), _PACKED),
+    "log_g_cumsum": {"head_first": _PACKED},
+    "slots": dict.fromkeys(("cache_seqlens", "k_cache", "page_table", "seqlens_k", "v_cache"), _HELD),
+    "log_g": {
+        "A_log": _GATE,
+        "allow_neg_eigval": _SIGMOID,
+        "dt_bias": _GATE,
+        "gk": _ONE_GATE,
+        "gv": _ONE_GATE,
+        "head_first": _HEADS_LAST,
+        "state_v_first": _STATE,
+        "transpose_state_layout": _STATE,
+        "use_beta_sigmoid_in_kernel": _SIGMOID,
+        "use_gate_in_kernel": _GATE,
+        "use_qk_l2norm_in_kernel": (
+            "cuflash normalises nothing: divide q and k, in float32, by sqrt((x * x).sum(-1, keepdims=True) + 1e-6)"
+        ),
+    },
+}

@@ -471,6 +471,18 @@ DENSE = [
         for name, dtype in (("mask", bool), ("bias", np.float32))
         for shape, index in (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"))
     ),
+    bad(
+        "bias-of-all-heads",
+        ValueError,
+        ("bias has shape (8, 5, 7)", "pass bias.reshape(2, 4, 5, 7)"),
+        given(bias=zeros(8, 5, 7)),
+    ),
+    bad(
+        "sinks-4d",
+        ValueError,
+        ("sinks has shape (1, 4, 1, 1)", "pass sinks[..., 0, 0]"),
+        given(sinks=zeros(1, 4, 1, 1)),
+    ),
     *wrong_dtypes("bias", "expected a float dtype", ODD_FLOATS, (np.int32, np.bool_, np.complex64), 5, 7),
     *wrong_dtypes("mask", "expected bool (True = attend)", ODD_FLOATS, (np.uint8, np.int64, np.float32), 5, 7),
     *not_arrays(("workspace",)),
@@ -701,7 +713,9 @@ VARLEN = [
 
 OTHER_NAMES = {
     "attn_bias": "cuflash calls it bias",
+    "attention_chunk": "cuflash has no chunked attention",
     "attn_mask": "cuflash calls it mask (bool, True = attend), or bias",
+    "attn_sink": "cuflash calls it sinks",
     "casual": "did you mean causal?",
     "cu_seqlens": "cuflash calls it cu_seqlens_q and cu_seqlens_k, which attention_varlen takes",
     "deterministic": "results are always repeatable to the bit, leave it out",
@@ -714,6 +728,7 @@ OTHER_NAMES = {
     "num_splits": "cuflash splits the keys where that helps, leave it out",
     "op": "cuflash chooses a kernel itself",
     "query": "cuflash calls it q",
+    "q_num_heads": "heads are an axis of q",
     "query_seq_lengths": "cuflash calls it mask (bool, True = attend, shape (B, 1, Nq, 1))",
     "return_softmax_lse": "cuflash calls it return_lse",
     "s_aux": "cuflash calls it sinks",
@@ -760,10 +775,24 @@ def unknown_options(function: str, hints: dict[str, str]) -> list[Bad]:
 
 DENSE += unknown_options(
     "attention",
-    {**OTHER_NAMES, "cu_seqlens_q": "attention_varlen takes it", "max_seqlen_k": "attention_varlen takes it"},
+    {
+        **OTHER_NAMES,
+        "cu_seqlens_q": "attention_varlen takes it",
+        "head_first": "axes are (..., heads, sequence, feature)",
+        "max_seqlen_k": "attention_varlen takes it",
+    },
 )
 VARLEN += unknown_options(
-    "attention_varlen", {**OTHER_NAMES, "mask": "attention takes it", "bias": "attention takes it"}
+    "attention_varlen",
+    {
+        **OTHER_NAMES,
+        "attn_bias": "cuflash calls it bias, or causal, window or mask for what only hides; attention_varlen takes",
+        "attention_mask": f"{OTHER_NAMES['attn_mask']} if it is added to the scores; attention_varlen takes no mask",
+        "bias": "attention takes it",
+        "head_first": "axes are (tokens, heads, feature)",
+        "local_window_size": "cuflash calls it window=(left, right), which counts from where",
+        "mask": "attention takes it",
+    },
 )
 
 
@@ -851,7 +880,11 @@ LSE = [
     ),
     *unknown_options(
         "attention_lse",
-        {**OTHER_NAMES, **dict.fromkeys(("return_lse", "lse", "out_dtype"), "attention takes it")},
+        {
+            **OTHER_NAMES,
+            **dict.fromkeys(("return_lse", "lse", "out_dtype"), "attention takes it"),
+            "value": "cuflash calls it v; attention_lse takes no v",
+        },
     ),
 ]
 
