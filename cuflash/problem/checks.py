@@ -266,7 +266,9 @@ def parse_precision(precision: Any, dtype: str) -> str:
 
 def _dtype_name(name: str, dtype: Any) -> str:
     try:
-        parsed = DTYPE_NAMES.get(np.dtype(dtype), str(np.dtype(dtype)))
+        # NumPy reads a number's dtype, but numbers of several dtypes are equal.
+        found = None if isinstance(dtype, np.generic) else np.dtype(dtype)
+        parsed = brief(dtype) if found is None else DTYPE_NAMES.get(found, str(found))
     except (TypeError, ValueError):
         parsed = brief(dtype)
     if parsed not in FLOAT_NAMES:

@@ -366,6 +366,7 @@ def results(out: tuple[int, ...], lse: tuple[int, ...]) -> list[Bad]:
             host_only=True,
         ),
         bad("out_dtype-int", TypeError, ("out_dtype is int32", FLOATS), given(out_dtype=np.int32)),
+        bad("out_dtype-number", TypeError, ("out_dtype is ", FLOATS), given(out_dtype=np.float32(1))),
         bad("out_dtype-float8", TypeError, ("out_dtype is float8", FLOATS), given(out_dtype=ml_dtypes.float8_e5m2)),
         bad("out_dtype-swapped", TypeError, ("out_dtype is >f4", FLOATS), given(out_dtype=">f4")),
         bad("out_dtype-unknown", TypeError, ("out_dtype is 'float31'", FLOATS), given(out_dtype="float31")),
