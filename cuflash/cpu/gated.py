@@ -61,13 +61,13 @@ def execute_gated_on_host(problem: GatedProblem, infos: dict[str, ArrayInfo], ou
         assert problem.strides.final_state is not None
         shape = problem.num_sequences, problem.num_heads_v, traits.head_dim, traits.head_dim_v
         state = arrays["final_state"] = allocate(shape, traits.state_dtype, problem.strides.final_state)
-    if traits.packed:
-        arrays["out"][..., int(arrays["cu_seqlens"][-1]) :, :, :] = 0
     views = {name: _with_groups(name, x, problem) for name, x in arrays.items()}
     if traits.op == "chunk_gated_output":
         _chunk_output(problem, views, dtype)
     else:
         _delta_rule(problem, views, dtype)
+    if traits.packed:
+        arrays["out"][..., int(arrays["cu_seqlens"][-1]) :, :, :] = 0
     return (result, state) if final else result
 
 

@@ -160,7 +160,7 @@ def _refuse(name: str, got: str, hint: str = "", copied: str = "") -> NoReturn:
 def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
     # NumPy imports `numpy.ma` when it is named, which a signal handler must not do in the middle of the same.
     if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
-        hidden = " and, for hidden keys, mask=" if name in ("q", "k", "v") else ""
+        hidden = " and, in attention, mask= for hidden keys" if name in ("q", "k", "v") else ""
         _refuse(name, "a numpy.ma.MaskedArray", copied=f"; pass x.filled(...){hidden}")
     if isinstance(x, np.matrix):
         _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")

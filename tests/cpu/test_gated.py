@@ -163,6 +163,14 @@ def test_packed_in_many_parts(small_parts: None, integer: Any) -> None:
             _check_chunks(draw_packed(boundaries, np.float32, 2, integer), "gaps", give_out=True, chunk_size=32)
 
 
+def test_a_wrong_setting_raises_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_NUM_THREADS", "0")
+    x, gates, out = np.ones((1, 4, 1, 3), "f"), np.zeros((1, 4, 1), "f"), np.full((1, 4, 1, 3), 7, "f")
+    with pytest.raises(ValueError, match="CUFLASH_NUM_THREADS is '0', expected a positive int"):
+        cuflash.chunk_gated_delta_rule(x, x, x, gates, gates, cu_seqlens=np.array([0, 2]), out=out)
+    assert (out == 7).all()
+
+
 def test_sequences_do_not_see_each_other() -> None:
     arrays = draw_packed(BOUNDARIES[0], np.float32, 0)
     whole, states = cuflash.chunk_gated_delta_rule(
