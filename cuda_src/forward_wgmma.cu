@@ -10,8 +10,9 @@
 // alone loads for itself: up to four such blocks share a multiprocessor.
 //
 // A warpgroup issues S = Q K^T of a tile and, behind it, O += P V of the one before, which runs beside the softmax of
-// the new scores. Warpgroups take turns to issue, so that the tensor cores multiply for one while others compute
-// weights. At 128 features 128 rows take 1024 clocks of tensor cores for each 128 keys, and exponentials as many.
+// the new scores. Warpgroups take turns to issue, or drift apart, so that the tensor cores multiply for one while
+// others compute weights. At 128 features 128 rows take 1024 clocks of tensor cores for each 128 keys, and exponentials
+// as many.
 //
 // Tensor cores round toward zero while they accumulate, so a sum over all keys would drift. O starts again from zero
 // every few thousand keys; what it was joins a total by multiply-adds, in memory, as that is so rare.

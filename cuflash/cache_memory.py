@@ -53,6 +53,8 @@ class CacheMemory:
             [xp.empty((*rows, features), dtype) for _ in range(num_layers)] for features in head_dims
         )
         self.num_keys = [0] * num_slots
+        self._is_behind = False
+        """Whether the device may have other lengths or pages, as an interrupt came in between."""
         self._written_lengths = xp.zeros((num_slots,), np.int32)
         self._written_table: Any = None
         if pages is not None:
@@ -99,6 +101,7 @@ class CacheMemory:
 
     def reserve(self, got: str, num_new: int, numbers: Numbers) -> list[tuple[int, int, int]]:
         """Take the pages that so many keys need; return what was done, for `give_back`."""
+        self._catch_up()
         if (numbers, num_new) in self._reserved:
             return []
         self.check_room(got, num_new, numbers)
@@ -114,9 +117,10 @@ class CacheMemory:
             if planned:
                 self._forget()
             for slot, place, old in planned:
-                page, rows = pages.take(slot, place), self.num_keys[slot] - place * pages.size
+                rows = self.num_keys[slot] - place * pages.size
                 if old >= 0 and rows > 0:
-                    self._copy(page, old, rows)
+                    self._copy(pages.free[-1], old, rows)  # before it is the slot's
+                pages.take(slot, place)
             self._upload()
         self._reserved.add((numbers, num_new))
         return planned
@@ -131,6 +135,7 @@ class CacheMemory:
 
     def view(self, numbers: Numbers) -> tuple[Any, Any]:
         """Lengths and page table of slots, on the device."""
+        self._catch_up()
         if numbers not in self._views:
             table = self.page_table
             if isinstance(numbers, range):
@@ -146,20 +151,23 @@ class CacheMemory:
 
     def grow(self, numbers: Numbers, count: int) -> None:
         """Let lengths grow."""
-        for slot in numbers:
-            self.num_keys[slot] += count
-        if isinstance(numbers, range):
-            with self._on_device():
-                part = self._written_lengths[slice_of(numbers)]
-                part += count
-            self._forget()
-        else:
-            self._write_lengths()
+        adds = isinstance(numbers, range) and not self._is_behind
+        self._account(numbers, [self.num_keys[slot] + count for slot in numbers])
+        if not adds:
+            self._write()
+            return
+        assert isinstance(numbers, range), "see above"
+        with self._on_device():
+            part = self._written_lengths[slice_of(numbers)]
+            part += count
+        self._forget()
+        self._is_behind = False
 
     def share(self, origin: int, numbers: Numbers) -> None:
         """Give slots what another one has: its full pages, and a copy of the last; without pages a copy of all."""
         length, pages = self.num_keys[origin], self.pages
         if pages is None:
+            self._account(numbers, [0] * len(numbers))
             for slot in numbers:
                 self._copy(slot, origin, length)
         else:
@@ -170,33 +178,44 @@ class CacheMemory:
                     f"targets has {needed} slots, each with a page of its own, but only {free} of {len(pages.users)} "
                     "pages are free or theirs; expected no more slots than that"
                 )
+            self._account(numbers, [0] * len(numbers))
             for slot in numbers:
                 pages.release(slot, 0)
             for slot in numbers:
                 pages.share(origin, slot, full)
                 if rows:
                     self._copy(pages.take(slot, full), int(pages.table[origin, full]), rows)
-        self._set_lengths(numbers, [length] * len(numbers))
+        self._account(numbers, [length] * len(numbers))
+        self._write()
 
     def truncate(self, most: int, numbers: Numbers) -> None:
         """Drop the keys behind a length, and release the pages behind it."""
         lengths = [min(self.num_keys[slot], most) for slot in numbers]
+        self._account(numbers, lengths)
         if self.pages is not None:
             for slot, kept in zip(numbers, lengths, strict=True):
                 self.pages.release(slot, -(-kept // self.pages.size))
-        self._set_lengths(numbers, lengths)
+        self._write()
 
-    def _set_lengths(self, numbers: Numbers, lengths: list[int]) -> None:
+    def _account(self, numbers: Numbers, lengths: list[int]) -> None:
+        """Note lengths on the host, of all slots at once."""
+        num_keys = list(self.num_keys)
         for slot, length in zip(numbers, lengths, strict=True):
-            self.num_keys[slot] = length
-        self._write_lengths()
+            num_keys[slot] = length
+        self._is_behind = True
+        self.num_keys = num_keys
 
-    def _write_lengths(self) -> None:
+    def _catch_up(self) -> None:
+        if self._is_behind:
+            self._write()
+
+    def _write(self) -> None:
         """Bring lengths and pages to the device, where they stay in their memory."""
         self._forget()
         with self._on_device():
             self._written_lengths[...] = self._xp.asarray(np.array(self.num_keys, np.int32))
         self._upload()
+        self._is_behind = False
 
     def _upload(self) -> None:
         """Write pages that have changed to the device, in one copy."""

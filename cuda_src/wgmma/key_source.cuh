@@ -5,6 +5,10 @@
 
 namespace cuflash {
 
+// Warpgroups take turns to issue products: one multiplies while others compute weights. Where blocks walk on they drift
+// apart, and where products are long, too, waiting costs more than it gains.
+constexpr bool kTakesTurns = !kWalksOn || kHeadDim <= 80;
+
 // Where a warpgroup's K and V come from: others load them, and wait until these are done with.
 struct KeysOfOthers {
     SharedTiles& shared;
@@ -32,10 +36,12 @@ struct KeysOfOthers {
     __device__ __forceinline__ void wait_for_values(int i) { shared.values.wait_until_ready(i); }
     __device__ __forceinline__ void see() { fence_async_proxy(); }
     // Products by K of tile i, and by V of the one before, are issued in between.
-    __device__ __forceinline__ void begin_products(int i) { shared.turns.wait(own_group(), i); }
+    __device__ __forceinline__ void begin_products(int i) {
+        if constexpr (kTakesTurns) shared.turns.wait(own_group(), i);
+    }
     template <bool kFirst>
     __device__ __forceinline__ void end_products(int) {
-        shared.turns.pass(own_group());
+        if constexpr (kTakesTurns) shared.turns.pass(own_group());
     }
     // Products by them are over.
     __device__ __forceinline__ void release_keys(int i) { shared.keys.release(i); }

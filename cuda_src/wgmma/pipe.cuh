@@ -34,7 +34,7 @@ struct Pipe {
     __device__ __forceinline__ void release_read(int i) { mbarrier_arrive(released[i % kBuffers]); }
 };
 
-// Warpgroups issue the products of a tile one after the other: one multiplies while others compute weights.
+// Warpgroups issue the products of a tile one after the other.
 struct Turns {
     Mbarrier over[kConsumers];
 

@@ -29,6 +29,11 @@ class Pages:
         How many slots have a page.
     free : list of int
         Pages that no slot has.
+
+    Notes
+    -----
+    What changes does so in an order in which an interrupt, between any two steps, loses a page at worst: none is free
+    and in use, or thought to be used by fewer than use it.
     """
 
     def __init__(self, num_slots: int, most: int, num_pages: int, size: int) -> None:
@@ -59,48 +64,48 @@ class Pages:
 
     def take(self, slot: int, place: int) -> int:
         """Give a slot a free page, behind those it has or in place of one that it shares; return its number."""
-        page = self.free.pop()
+        self._changed.append((slot, place, place + 1))
+        page, old = self.free.pop(), int(self.table[slot, place])
         self.users[page] = 1
+        self.table[slot, place] = page
         if place < self.held[slot]:
-            self.users[self.table[slot, place]] -= 1
+            self.users[old] -= 1
         else:
             self.held[slot] = place + 1
-        self.table[slot, place] = page
-        self._changed.append((slot, place, place + 1))
         return page
 
     def put_back(self, slot: int, place: int, old: int) -> None:
         """Undo `take`, the latest one first."""
+        self._changed.append((slot, place, place + 1))
         page = int(self.table[slot, place])
-        self.users[page] = 0
-        self.free.append(page)
-        self.table[slot, place] = old
         if old >= 0:
             self.users[old] += 1
         else:
             self.held[slot] = place
-        self._changed.append((slot, place, place + 1))
+        self.table[slot, place] = old
+        self.users[page] = 0
+        self.free.append(page)
 
     def share(self, source: int, target: int, count: int) -> None:
         """Give the first pages of a slot to one that has none."""
+        if count:
+            self._changed.append((target, 0, count))
         pages = self.table[source, :count]
         self.users[pages] += 1  # those of one slot are different
         self.table[target, :count] = pages
         self.held[target] = count
-        if count:
-            self._changed.append((target, 0, count))
 
     def release(self, slot: int, kept: int) -> None:
         """Take the pages behind some from a slot; those that nobody uses then are free."""
         end = self.held[slot]
         if kept >= end:
             return
-        pages = self.table[slot, kept:end]
+        self._changed.append((slot, kept, end))
+        pages = self.table[slot, kept:end].copy()
+        self.held[slot] = kept
+        self.table[slot, kept:end] = -1
         self.users[pages] -= 1
         self.free += pages[self.users[pages] == 0][::-1].tolist()
-        pages[...] = -1
-        self.held[slot] = kept
-        self._changed.append((slot, kept, end))
 
     def used_only_by(self, numbers: Iterable[int]) -> int:
         """Count the pages that would be free without these slots."""

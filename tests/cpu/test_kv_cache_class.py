@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import cache_memory
+from cuflash.problem import pages
 
 LAYERS, SLOTS, HEADS, DIM, DIM_V = 2, 4, 2, 8, 5
 
@@ -382,3 +385,77 @@ def test_dtypes(dtype: Any) -> None:
     q = np.ones((1, 2, 3, 8), np.dtype(dtype))
     assert cache.attention(q, q[:, :1], q[:, :1]).dtype == np.dtype(dtype)
     assert cache.keys[0].shape == (2, 1, 2, 8) and len(cache.keys) == 1
+
+
+def _interrupted(function: Any, number: int) -> bool:
+    """Call a function, with an interrupt in front of the so many-th line of the accounts; False if there are fewer."""
+    files, lines = (cache_memory.__file__, pages.__file__), 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename not in files:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == number:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize("operation", ["append", "append to a shared page", "advance", "truncate", "fork", "free"])
+def test_an_interrupt_anywhere_leaves_accounts_that_agree(operation: str, page_size: int | None) -> None:
+    """Slot 0 has 6 tokens, slot 1 the same; afterwards each has as many of them as it says."""
+    if operation == "append to a shared page" and page_size is None:
+        pytest.skip("nothing is shared without pages")
+    q, k, v = np.random.default_rng(5).standard_normal((3, 1, 2, 12, 8), dtype=np.float32)
+    for number in range(1, 500):
+        cache = cuflash.KVCache(3, 2, 8, capacity=12, num_layers=2, page_size=page_size, dtype=np.float32)
+        for layer in (0, 1):
+            cache.attention(q[:, :, :6], k[:, :, :6], v[:, :, :6], layer=layer, slots=slice(0, 1))
+        cache.advance(6, 0)
+        cache.fork(0, slice(1, 2))
+        if operation not in ("append to a shared page", "advance"):
+            cache.truncate(3, 1)
+        one = slice(1, 2)
+
+        def append(layer: int, cache: cuflash.KVCache = cache, one: slice = one) -> Any:
+            at = cache.num_keys[1]
+            new = slice(at, at + 2)
+            return cache.attention(q[:, :, new], k[:, :, new], v[:, :, new], layer=layer, slots=one)
+
+        steps: dict[str, Any] = {
+            "append": lambda: append(0),
+            "append to a shared page": lambda: append(0),
+            "advance": lambda: (append(0), append(1), cache.advance(2, one)),
+            "truncate": lambda: cache.truncate(2, one),
+            "fork": lambda: cache.fork(0, one),
+            "free": lambda: cache.free(one),
+        }
+        is_over = not _interrupted(steps[operation], number)
+        at = cache.num_keys[1]
+        for layer in (0, 1):
+            stop = at + 2
+            expected = cuflash.attention(q[:, :, at:stop], k[:, :, :stop], v[:, :, :stop], causal=True)
+            np.testing.assert_allclose(append(layer), expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                cache.attention(q[:, :, :2], layer=layer, slots=slice(0, 1), causal=False),
+                cuflash.attention(q[:, :, :2], k[:, :, :6], v[:, :, :6]),
+                rtol=1e-5,
+                atol=1e-6,
+            )
+        assert tuple(cache.lengths) == cache.num_keys
+        if is_over:
+            assert number > 5, "it has that many lines"
+            return
+    raise AssertionError("it does not end")
