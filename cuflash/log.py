@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Hashable
+from contextlib import suppress
 from functools import lru_cache
 
 from .settings import settings
@@ -36,8 +37,9 @@ def _log_once(problem: Hashable, plan: Hashable) -> None:
 
 def log_call(problem: object, plan: object, shapes: Shapes) -> None:
     """Log a call before anything is launched. Callers ask first whether `settings().log or is_enabled(DEBUG)`."""
-    if settings().log:
-        print(f"cuflash: {problem} -> {plan}", file=sys.stderr)
+    if settings().log and sys.stderr is not None:
+        with suppress(OSError, ValueError):  # a full disk, or it is closed: that is no reason not to compute
+            print(f"cuflash: {problem} -> {plan}", file=sys.stderr)
     if is_enabled(DEBUG):
         listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         logger.debug("call: %s -> %s; %s", problem, plan, listed)

@@ -75,8 +75,9 @@ class options:
         For values of the wrong type, unknown kernels and what is no tile at once; a call that the kernel or the tile
         cannot serve raises a ValueError that says why.
     RuntimeError
-        For an end in another context (thread, task, `contextvars.Context`) than the beginning. Nothing changes then: it
-        still holds where it was entered, as nobody can change a context from outside.
+        For an end in a context (thread, `contextvars.Context`) that it was not entered in. Nothing changes then: it
+        still holds where it was entered, as nobody can change a context from outside. Nor does an end in a copy of that
+        context, as each asyncio task has one, which ends it in the copy and raises nothing.
 
     Examples
     --------

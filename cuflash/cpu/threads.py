@@ -102,8 +102,13 @@ class _Limit:
         self.before: int | None = None
         """What holds again when the last one leaves; None while nobody is inside."""
 
+        self.num_changes = 0
+        """How often the first one has come in."""
+
 
 _limit: _Limit | None = None
+_at_work: set[_Call] = set()
+"""Calls of threads that have helpers."""
 
 
 def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iterator[Item]], None]) -> None:
@@ -118,6 +123,7 @@ def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iter
     except IndexError:
         call.turn = _allocate_lock()
     try:
+        _at_work.add(call)
         _helpers.ask(call, num_threads - 1)
         _take_part(call)
     finally:
@@ -125,6 +131,7 @@ def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iter
             call.stopped = True
         finally:
             _acquire_lock(call.turn, 1)
+        _at_work.discard(call)
         call.items.clear()  # helpers that are still to come keep nothing alive
         _release_lock(call.turn)
         _free_locks.append(call.turn)
@@ -151,6 +158,7 @@ def run_alone(work: Callable[..., None], *arguments: Any) -> None:
     try:
         limit.inside[me] = True
         if limit.before is None:
+            limit.num_changes += 1
             limit.before = limit.get()
         limit.set(1)
         work(*arguments)
@@ -159,6 +167,7 @@ def run_alone(work: Callable[..., None], *arguments: Any) -> None:
             if me in limit.inside:
                 del limit.inside[me]
         finally:
+            # Not a function of its own: a second interrupt would find one more place.
             if not limit.inside and limit.before is not None:
                 before, limit.before = limit.before, None
                 limit.set(before)
@@ -258,14 +267,31 @@ def _show_what_was_before(library: Any) -> None:
     setter = "_real_set_num_threads" if hasattr(kind, "_real_set_num_threads") else "set_num_threads"
     get_really, set_really = kind.get_num_threads, getattr(kind, setter)
 
-    def get_num_threads(self: Any) -> int | None:
-        before = _limit.before if _limit is not None and self.filepath == path else None
-        return get_really(self) if before is None else before
+    def get_num_threads(self: Any) -> Any:
+        if _limit is None or self.filepath != path:
+            return get_really(self)
+        while True:
+            num_changes, before = _limit.num_changes, _limit.before
+            found = get_really(self) if before is None else before
+            if num_changes == _limit.num_changes:  # else it may be the one thread of a call that has begun
+                return found
 
     def set_num_threads(self: Any, num_threads: int) -> Any:
-        if _limit is None or self.filepath != path or _limit.before is None:
+        if _limit is None or self.filepath != path:
             return set_really(self, num_threads)
-        _limit.before = num_threads
+        while True:
+            num_changes = _limit.num_changes
+            if _limit.before is None:
+                set_really(self, num_threads)
+            else:
+                _limit.before = num_threads
+            if num_changes == _limit.num_changes and (_limit.inside or _limit.before is None):
+                return
+            # A call has begun, or the last one has ended, in between.
+            if _limit.inside:
+                _limit.set(1)
+            else:
+                _limit.before = None
 
     kind.get_num_threads = get_num_threads
     setattr(kind, setter, set_num_threads)
@@ -275,6 +301,12 @@ def _after_fork_in_child() -> None:
     # The other threads, helpers and callers, do not exist here.
     global _helpers
     _helpers = _Helpers()
+    for call in _at_work:  # of the thread that has forked: in a signal handler, which goes on with the call
+        call.stopped = True
+        call.error = RuntimeError("the process was forked during this call, whose other threads are not in the child")
+        if call.num_helpers:
+            call.turn = _allocate_lock()  # nobody would give the helpers' back
+    _at_work.clear()
     if _limit is not None:
         _limit.inside.clear()
         if _limit.before is not None:

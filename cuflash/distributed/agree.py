@@ -57,7 +57,7 @@ def describe_error(error: BaseException) -> str:
 
 def record_of(call: Call | None, error: BaseException | None) -> np.ndarray:
     """What a rank tells the others: its call, or the error that it has instead."""
-    if call is None:
+    if call is None or error is not None:
         told: dict[str, Any] = {"error": describe_error(error or RuntimeError())[:MAX_MESSAGE]}
     else:
         told = call._asdict()

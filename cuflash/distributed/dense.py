@@ -147,10 +147,11 @@ def attention(
     >>> np.allclose(out, cuflash.attention(q, k, v, causal=True))
     True
     """
-    link, wrong = _link(comm, timeout)
-    error: BaseException | None = wrong
+    link: Link | None = None
+    error: BaseException | None = None
     call: Call | None = None
     try:
+        link, error = _link(comm, timeout)
         if error is None:
             _check_unknown(unknown)
             offset = _check_layout(layout, num_parts, query_offset)
@@ -167,10 +168,19 @@ def attention(
             columns = {name: info.shape[-1] for name, info in pairs.items()}
             call = Call(problem.seqlen_q, problem.seqlen_k, columns, common | _common(problem, infos))
     except BaseException as raised:  # which the other ranks must hear of, whatever it is
+        if link is None and isinstance(raised, Exception):
+            raise  # there is no way to them
         error = raised
-    with _aborted_by_errors(link):
+    if link is None:
+        link, _ = _link(comm, timeout)
+    with _aborted_by_errors(link) as known_to_all:
         records = link.gather(record_of(call, error))
-    calls = agree(records, error)
+        try:
+            calls = agree(records, error)
+        except BaseException as raised:
+            if raised is error or isinstance(raised, Exception):
+                known_to_all.append(raised)
+            raise
     with _aborted_by_errors(link), use_device(infos["q"].device):
         task = _task(problem, infos, calls, causal, offset)
         new_out, new_lse = results_for(problem, task.device, out, lse)
@@ -184,12 +194,14 @@ def attention(
 
 
 @contextmanager
-def _aborted_by_errors(link: Link) -> Iterator[None]:
-    """Let other ranks know if this one ends in the middle."""
+def _aborted_by_errors(link: Link) -> Iterator[list[BaseException]]:
+    """Let other ranks know if this one ends in the middle, but for errors that are said to be known to them."""
+    known: list[BaseException] = []
     try:
-        yield
+        yield known
     except BaseException as error:
-        link.abort(error)
+        if not any(error is one for one in known):
+            link.abort(error)
         raise
 
 
@@ -229,11 +241,11 @@ def _link(comm: Any, timeout: Any) -> tuple[Link, Exception | None]:
     elif timeout is not None and not float(timeout) > 0:
         error = ValueError(f"timeout is {timeout}, expected seconds above 0, or None")
     seconds = TIMEOUT if error else None if timeout is None else float(timeout)
-    library = type(comm).__module__.partition(".")[0]
-    communicator = communicator_of(comm) if library in ("cupy", "cupyx", "cupy_backends") else None
+    libraries = {kind.__module__.partition(".")[0] for kind in type(comm).__mro__}
+    communicator = communicator_of(comm) if libraries & {"cupy", "cupyx", "cupy_backends"} else None
     if communicator is not None:
         return NcclLink(communicator, seconds), error
-    if library == "mpi4py":
+    if "mpi4py" in libraries:
         from .mpi import MpiLink
 
         return MpiLink(comm, seconds), error

@@ -134,6 +134,13 @@ class MpiLink:
 
     def abort(self, error: BaseException) -> None:
         """Let the other ranks know that this one goes no further, and keep what is on its way."""
+        try:
+            self._tell(error)
+        except BaseException:  # Ctrl-C once more, while the others wait; they may hear of it twice
+            self._tell(error)
+            raise
+
+    def _tell(self, error: BaseException) -> None:
         comm = self._channel.comm
         self._channel.broken = f"an earlier call with this communicator ended by {type(error).__name__}"
         told = np.zeros(ERROR_BYTES, np.uint8)

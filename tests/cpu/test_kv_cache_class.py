@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -435,13 +436,15 @@ def test_an_interrupt_anywhere_leaves_accounts_that_agree(operation: str, page_s
             return cache.attention(q[:, :, new], k[:, :, new], v[:, :, new], layer=layer, slots=one)
 
         steps: dict[str, Any] = {
-            "append": lambda: append(0),
-            "append to a shared page": lambda: append(0),
-            "advance": lambda: (append(0), append(1), cache.advance(2, one)),
-            "truncate": lambda: cache.truncate(2, one),
-            "fork": lambda: cache.fork(0, one),
-            "free": lambda: cache.free(one),
+            "append": partial(append, 0),
+            "append to a shared page": partial(append, 0),
+            "advance": partial(cache.advance, 2, one),
+            "truncate": partial(cache.truncate, 2, one),
+            "fork": partial(cache.fork, 0, one),
+            "free": partial(cache.free, one),
         }
+        if operation == "advance":
+            append(0), append(1)
         is_over = not _interrupted(steps[operation], number)
         at = cache.num_keys[1]
         for layer in (0, 1):

@@ -150,6 +150,32 @@ print(len(set(results + handled)), threadpool_info() == before)
     assert in_a_new_process(first_call + code) == ["1 True"]
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_child_forked_in_the_middle_of_a_call_does_not_wait_for_its_helpers() -> None:
+    code = """
+import os, warnings
+warnings.simplefilter("ignore")  # of forks beside threads
+begun, go, main, pid = threading.Event(), threading.Event(), threading.get_ident(), None
+def work(items):
+    global pid
+    for _ in items:
+        if threading.get_ident() != main:
+            begun.set(), go.wait()
+        elif pid is None:
+            begun.wait()
+            pid = os.fork()
+            go.set()
+try:
+    threads.run_on_threads(3, range(8), work)
+except RuntimeError as error:
+    print(error, len(call()), flush=True)
+    os._exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    error = "the process was forked during this call, whose other threads are not in the child"
+    assert in_a_new_process(code) == [f"{error} 4", "3"]
+
+
 def test_calls_in_finalisers(monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator) -> None:
     """The garbage collector runs them in any thread, helpers included."""
     q, k, v = rng.standard_normal((3, 4, 300, 32), dtype=np.float32)
@@ -205,6 +231,35 @@ class _OtherThread:
     def step(self) -> None:
         self._go.release()
         assert self._done.acquire(timeout=10)
+
+
+@needs_a_limit
+@pytest.mark.parametrize("name", ["get_num_threads", "set_num_threads"])
+def test_limits_that_are_read_or_set_while_a_call_begins(name: str) -> None:
+    def begin(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code.co_name == name and "threadpoolctl" in frame.f_code.co_filename:
+            sys.setprofile(None)
+            call.start()
+            assert inside.wait(10)
+
+    def work(items: Iterator[int]) -> None:
+        for _ in items:
+            inside.set()
+            assert go_on.wait(10)
+            found.append(_blas_threads())
+
+    before, inside, go_on, found = _blas_threads(), threading.Event(), threading.Event(), []
+    call = threading.Thread(target=lambda: run_on_threads(1, [0], work))
+    sys.setprofile(begin)
+    try:
+        with threadpool_limits(2, user_api="blas"):
+            sys.setprofile(None)
+            go_on.set()
+            call.join()
+            assert (found, _blas_threads()) == ([1], 2)
+    finally:
+        sys.setprofile(None)
+    assert _blas_threads() == before
 
 
 @needs_a_limit

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from cuflash import distributed, reference
 from cuflash.distributed import dense, ring, shard, unshard
 from cuflash.problem.arrays import DTYPES
 
-from .threads import run_ranks, use_links
+from .threads import ThreadLink, run_ranks, use_links
 
 LAYOUTS = ("contiguous", "zigzag")
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -317,6 +318,48 @@ def test_an_error_of_one_rank_is_raised_on_all(rng: np.random.Generator) -> None
     assert str(found[1]) == "v has 19 keys (axis -2) but k has 20"
     for rank in (0, 2):
         assert str(found[rank]) == "rank 1 raised ValueError: v has 19 keys (axis -2) but k has 20"
+
+
+class Told(ThreadLink):
+    """Keeps what the other ranks would be told."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1, {}, threading.Barrier(1))
+        self.errors: list[BaseException] = []
+
+    def abort(self, error: BaseException) -> None:
+        self.errors.append(error)
+
+    def record(self) -> str:
+        return bytes(self._shared["record", 0]).decode()
+
+
+@pytest.mark.parametrize(("error", "is_told"), [(KeyboardInterrupt(), True), (ValueError("of all ranks"), False)])
+def test_others_hear_of_an_interrupt_behind_the_records(
+    error: BaseException, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def agree(records: Any, own: Any) -> NoReturn:
+        raise error
+
+    link, x = Told(), np.ones((2, 3, 8))
+    monkeypatch.setattr(dense, "agree", agree)
+    with pytest.raises(type(error)):
+        distributed.attention(x, x, x, link)
+    assert link.errors == ([error] if is_told else [])
+
+
+@pytest.mark.parametrize("place", ["_link", "_common", "record_of"])
+def test_others_hear_of_an_interrupt_in_front_of_the_records(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, link, x = getattr(dense, place), Told(), np.ones((2, 3, 8))
+
+    def interrupted(*arguments: Any) -> NoReturn:
+        monkeypatch.setattr(dense, place, real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(dense, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        distributed.attention(x, x, x, link)
+    assert link.errors if place == "record_of" else "KeyboardInterrupt" in link.record()
 
 
 def test_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:

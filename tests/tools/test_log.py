@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -90,3 +92,20 @@ def test_options_print_whatever_the_level(
 def test_programs_without_logging_see_nothing() -> None:
     assert any(isinstance(handler, logging.NullHandler) for handler in log.logger.handlers)
     assert log.logger.level == logging.NOTSET and log.logger.propagate
+
+
+class Full(io.StringIO):
+    """A stream of a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stream", [None, Full()])
+def test_without_a_stderr_that_takes_it(
+    stream: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", stream)
+    with cuflash.options(log=True):
+        assert CALLS["attention"]().shape == X.shape
+    assert capsys.readouterr().out == ""
