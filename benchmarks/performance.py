@@ -37,10 +37,11 @@ Powers of ten have exponents from -d to d, those of queries from -2 d to 1 - d; 
 below" is {far:g}, in float16 {near:g}. What is not mentioned is unit normal."""
 METHOD = """\
 Each distribution of q, k and v is drawn once, rounded to the dtype, and given to every kernel of the table that takes
-the dtype, to the formula as one writes it down (`naive`, in the dtype itself and by the same library: NumPy or CuPy),
-and to PyTorch and cuDNN where they are installed: one head, {queries} queries and {keys} keys. The exact result is that
-of the rounded arrays, in float64; for float64 it is computed in NumPy's long double of 64 bits and more, on machines
-that have one. With P the exact weights, each cell has two measures, and of each the largest over the head dimensions:
+the dtype and these head dimensions (so not to forward_points, for up to 16 features), to the formula as one writes it
+down (`naive`, in the dtype itself and by the same library: NumPy or CuPy), and to PyTorch and cuDNN where they are
+installed: one head, {queries} queries and {keys} keys. The exact result is that of the rounded arrays, in float64; for
+float64 it is computed in NumPy's long double of 64 bits and more, on machines that have one. With P the exact weights,
+each cell has two measures, and of each the largest over the head dimensions:
 
 - *rms*: `sqrt(mean((got - exact)^2)) / sqrt(mean(exact^2))`, over the whole result. For `value columns` and `small
   columns`, whose columns have scales of their own, it is that of the worst column.

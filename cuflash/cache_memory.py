@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .gpu.installed import why_no_gpu
 from .problem.arrays import DTYPE_NAMES, FLOAT_NAMES
 from .problem.pages import Pages
 from .problem.slots import Numbers, slice_of
@@ -267,4 +268,6 @@ def array_module_of(xp: ModuleType | None) -> Any:
         return np
     if not isinstance(xp, ModuleType) or xp.__name__ not in ("numpy", "cupy"):
         raise TypeError(f"xp is {xp!r}, expected the module numpy or cupy")
+    if xp.__name__ == "cupy" and (missing := why_no_gpu()):
+        raise RuntimeError(f"xp is cupy: {missing}")
     return xp

@@ -123,6 +123,8 @@ def axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str
     """Say how an array with other axes goes in, as other libraries have them."""
     if len(shape) > len(target) and shape[-2:] == (1, 1):
         return f"; pass {name}[..., 0, 0]"
+    if len(target) > 2 and shape == (*target[:-2], target[-1]):
+        return f"; if it is one row for all queries of a head, pass {name}[..., None, :]"
     if len(target) < 4:
         return ""
     colons = ":, " * (len(target) - 3)

@@ -20,6 +20,9 @@ class Parts(NamedTuple):
     """Bytes from part to part of `outs` and `lses`, if they are stacked on a GPU."""
 
 
+PAIRS = "; of (out, lse) pairs pass *zip(*pairs)"
+
+
 def describe_parts(outs: Any, lses: Any) -> Parts:
     """Check the arguments of `merge_attention_states`."""
     out_infos, num_parts, out_step = _parts("outs", outs, 2)
@@ -38,7 +41,10 @@ def describe_parts(outs: Any, lses: Any) -> Parts:
             if info.dtype != dtype:
                 raise TypeError(f"{name}[{i}] has dtype {info.dtype}, expected {dtype} (outs[0] has {first.dtype})")
             if info.shape != shape:
-                raise ValueError(f"{name}[{i}] has shape {info.shape}, expected {shape} (outs[0] has {first.shape})")
+                hint = PAIRS if (name, i, info.shape) == ("outs", 1, first.shape[:-1]) else ""
+                raise ValueError(
+                    f"{name}[{i}] has shape {info.shape}, expected {shape} (outs[0] has {first.shape}){hint}"
+                )
             same_device(f"{name}[{i}]", info, "outs[0]", first)
     if out_step is not None and lse_step is not None and first.device != HOST:
         return Parts(out_infos, lse_infos, num_parts, (out_step, lse_step))
@@ -50,7 +56,7 @@ def _parts(name: str, x: Any, min_axes: int) -> tuple[list[ArrayInfo], int, int 
     axes = "..., Nq, Dv)" if min_axes == 2 else "..., Nq)"
     if isinstance(x, (list, tuple)):
         if x and isinstance(x[0], tuple):
-            raise TypeError(f"{name}[0] is a tuple, expected an array; of (out, lse) pairs pass *zip(*pairs)")
+            raise TypeError(f"{name}[0] is a tuple, expected an array{PAIRS}")
         infos, num_parts, step = [inspect(f"{name}[{i}]", part) for i, part in enumerate(x)], len(x), None
     else:
         whole = inspect(name, x)

@@ -283,6 +283,10 @@ def describe_in_words(problem: Problem) -> str:
     ]
     if traits.window:
         parts.append(f"window ({p.window_left}, {p.window_right})")
+        if p.query_offset is not None and not p.bottom_right:
+            parts.append(f"query_offset {p.query_offset}")
+    if p.scale != traits.head_dim**-0.5:
+        parts.append(f"scale {p.scale:g}")
     if p.cache is not None and traits.page_table:
         parts.append(f"{p.cache.num_pages} pages of {p.cache.page_size}")
     if p.cache is not None and p.cache.num_new:

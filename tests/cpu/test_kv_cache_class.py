@@ -213,8 +213,17 @@ def device_module() -> ModuleType:
     return module
 
 
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache_memory, "why_no_gpu", lambda: "no CUDA driver")
+    with pytest.raises(RuntimeError, match="xp is cupy: no CUDA driver"):
+        make(None, xp=device_module())
+
+
 @pytest.mark.parametrize("page_size", [None, 4])
-def test_the_host_reads_nothing_back_and_arrays_stay_where_they_are(page_size: int | None) -> None:
+def test_the_host_reads_nothing_back_and_arrays_stay_where_they_are(
+    page_size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache_memory, "why_no_gpu", lambda: "")
     rng = np.random.default_rng(0)
     cache, model = make(page_size, xp=device_module()), Model()
     arrays = [*cache.keys, *cache.values, cache.lengths, *([] if page_size is None else [cache.page_table])]

@@ -112,7 +112,7 @@ def _back_ends() -> Iterator[Any]:
 
 
 def test_every_row_is_emulated() -> None:
-    assert set(EMULATED) == {spec.name for spec in KERNELS}
+    assert set(EMULATED) == {spec.name for spec in KERNELS}, "CONTRIBUTING.md, Add a kernel: name it in EMULATED"
 
 
 DTYPES_TESTED = ("float16", "bfloat16", "float32", "float64")

@@ -292,3 +292,12 @@ def test_graph_of_many_parts_keeps_its_scratch_memory() -> None:
     stream.synchronize()
     assert len(others) == 1000
     _check(outs, lses, out.get(), lse.get())
+
+
+def test_pairs_of_results_are_explained() -> None:
+    parts = [(np.ones((2, 5, 4)), np.ones((2, 5))) for _ in range(2)]
+    for pairs in (parts, (parts[0], parts[1])):
+        with pytest.raises(TypeError, match=re.escape("pass *zip(*pairs)")):
+            cuflash.merge_attention_states(pairs, pairs)
+    with pytest.raises(ValueError, match=re.escape("outs[1] has shape (2, 5), expected (2, 5, 4)") + ".*zip"):
+        cuflash.merge_attention_states(*parts)

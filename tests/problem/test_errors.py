@@ -185,6 +185,7 @@ REQUIRED = [
 ]
 
 SCALARS = [
+    bad("scale-0d", TypeError, ("scale is", "pass float(x), which waits for a GPU"), given(scale=np.array(2.0))),
     *(
         bad(f"scale-{value}", ValueError, (f"scale is {value}", "expected a finite real number"), given(scale=value))
         for value in (np.nan, np.inf, -np.inf)
@@ -464,13 +465,13 @@ DENSE = [
     ),
     *(
         bad(
-            f"{name}-without-heads-{len(shape)}d",
+            f"{name}-of-{len(shape)}-axes-{shape[1]}",
             ValueError,
             (f"{name} has shape {shape}, expected one that broadcasts to {(2, 4, 5, 7)}; ", f"pass {name}[{index}]"),
             given(**{name: zeros(*shape, dtype=dtype)}),
         )
         for name, dtype in (("mask", bool), ("bias", np.float32))
-        for shape, index in (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"))
+        for shape, index in (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"), ((2, 4, 7), "..., None, :"))
     ),
     bad(
         "bias-of-all-heads",

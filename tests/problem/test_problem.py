@@ -443,6 +443,8 @@ def test_prints_every_option() -> None:
     )
     assert str(dense(q=zeros(5, 8), k=zeros(7, 8), v=zeros(7, 6))).startswith("attention float32, batch 1, heads 1/1,")
     assert "batch 3x1x2," in str(dense(q=zeros(3, 1, 2, 4, 5, 8)))
+    assert str(dense(causal=True, query_offset=-3, scale=3)).endswith("window (None, 0), query_offset -3, scale 3")
+    assert str(dense(causal="top_left")).endswith("window (None, 0), query_offset 0")
 
 
 def test_infos_name_every_array_of_the_call() -> None:
