@@ -108,7 +108,7 @@ class _Limit:
 
 _limit: _Limit | None = None
 _at_work: set[_Call] = set()
-"""Calls of threads that have helpers."""
+"""Calls that may have helpers."""
 
 
 def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iterator[Item]], None]) -> None:
@@ -301,7 +301,7 @@ def _after_fork_in_child() -> None:
     # The other threads, helpers and callers, do not exist here.
     global _helpers
     _helpers = _Helpers()
-    for call in _at_work:  # of the thread that has forked: in a signal handler, which goes on with the call
+    for call in _at_work:  # one may go on here: that which forked, or in which a signal handler did
         call.stopped = True
         call.error = RuntimeError("the process was forked during this call, whose other threads are not in the child")
         if call.num_helpers:

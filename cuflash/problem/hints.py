@@ -96,10 +96,10 @@ def _hint(function: str, name: str, known: frozenset[str]) -> str:
     kind = _kind(known)
     names = _of(OUR_NAMES_BESIDE, known, OUR_NAMES if kind["causal"] else {})
     advice = _of(NOT_NEEDED_BESIDE, known, NOT_NEEDED if kind["q"] else {})
-    if name in names and name not in advice:
-        return f"cuflash calls it {names[name]}{_unless_taken(function, names[name], known)}"
     if name in advice:
         return advice[name]
+    if name in names:
+        return f"cuflash calls it {names[name]}{_unless_taken(function, names[name], known)}"
     alike = {other: x for other, x in _parameters.items() if name in x and _kind(x) == kind}
     if alike:
         return f"{max(alike, key=lambda other: len(alike[other] & known))} takes it"
