@@ -9,12 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..problem.arrays import ArrayInfo
+from ..problem.arrays import ArrayInfo, shapes_given
 from ..problem.problem import Problem
 from ..problem.states import State, share_offset, writes_state
+from ..settings import settings
 from . import attention as cpu
 from .blocks import Array
-from .execute import inputs_of
+from .execute import announce, inputs_of
 
 
 def empty_state(shape: tuple[int, ...]) -> State:
@@ -24,6 +25,7 @@ def empty_state(shape: tuple[int, ...]) -> State:
 
 def attend_on_host(problem: Problem, infos: dict[str, ArrayInfo], state: State, keys: tuple[int, int]) -> None:
     """Compute a checked problem and write its state; `keys`: the place of its first key among all, and their number."""
+    announce(problem, settings(), lambda: shapes_given(infos))
     arrays = inputs_of(problem, infos)
     cpu.attention(writes_state(problem, state), arrays | {"out": state.out, "lse": state.sums})
     share_offset(np, problem, infos, state.sums, keys)

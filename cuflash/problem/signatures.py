@@ -216,6 +216,7 @@ OUR_NAMES = {
     "return_softmax_lse": "return_lse",
     "s_aux": "sinks",
     "segment_ids": _LENGTHS,
+    "seq_lens": _CACHED,
     "seqused_k": _CACHED,
     "sink": "sinks",
     "sliding_window": "window=(sliding_window - 1, 0)",
@@ -227,6 +228,8 @@ OUR_NAMES = {
     "window_left": _WINDOW,
     "window_size": _WINDOW,
 }
+_BEFORE = "seqlens_k, without what is appended"
+_FROM_THE_END = "which counts from where a sequence's last query sees its last key"
 _LOG_G = "the natural logarithm of each token's gate"
 OUR_NAMES_BESIDE = {
     "seqlens_k": {
@@ -239,14 +242,14 @@ OUR_NAMES_BESIDE = {
         "k": "k_new, which is appended to k_cache",
         "key": "k_new, which is appended to k_cache",
         "key_value_seq_lengths": "seqlens_k",
-        "kv_lens": "seqlens_k",
-        "local_window_size": "window=(left, right); an int w is (w, w)",
-        "nonpad_kv_seqlen": "seqlens_k, without what is appended",
+        "kv_lens": _BEFORE,
+        "local_window_size": f"window=(left, right), {_FROM_THE_END}",
+        "nonpad_kv_seqlen": _BEFORE,
         "page_indices": "page_table",
         "past_key": "k_cache",
         "past_value": "v_cache",
-        "seq_lens": "seqlens_k",
-        "seqused_k": "seqlens_k",
+        "seq_lens": _BEFORE,
+        "seqused_k": _BEFORE,
         "slot_mapping": "seqlens_k and page_table, which say where k_new and v_new are appended",
         "v": "v_new, which is appended to v_cache",
         "value": "v_new, which is appended to v_cache",
@@ -260,9 +263,10 @@ OUR_NAMES_BESIDE = {
         "value": "v_new",
     },
     "cu_seqlens_q": {
-        "local_window_size": "window=(left, right), which counts from where a sequence's last query sees its last key",
+        "local_window_size": f"window=(left, right), {_FROM_THE_END}",
         "max_k": "max_seqlen_k",
         "max_q": "max_seqlen_q",
+        "seq_lens": "cu_seqlens_q and cu_seqlens_k: np.concatenate([[0], np.cumsum(seq_lens)])",
         "seqused_k": "cu_seqlens_k, as sequences lie one behind another without a gap",
     },
     "log_g": {"g": f"log_g, {_LOG_G}", "key": "k", "query": "q", "value": "v"},

@@ -726,6 +726,7 @@ OTHER_NAMES = {
     "is_causal": "cuflash calls it causal (",
     "key_padding_mask": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)): ~key_padding_mask[",
     "local_window_size": "cuflash calls it window=(left, right), query_offset=0; an int w is (w, w)",
+    "seq_lens": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)); attention_with_kv_cache takes",
     "logits_soft_cap": "cuflash calls it softcap",
     "num_splits": "cuflash splits the keys where that helps, leave it out",
     "op": "cuflash chooses a kernel itself",
@@ -793,6 +794,7 @@ VARLEN += unknown_options(
         "bias": "attention takes it",
         "head_first": "axes are (tokens, heads, feature)",
         "local_window_size": "cuflash calls it window=(left, right), which counts from where",
+        "seq_lens": "cuflash calls it cu_seqlens_q and cu_seqlens_k: np.concatenate([[0], np.cumsum(seq_lens)])",
         "mask": "attention takes it",
     },
 )
