@@ -321,7 +321,9 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
         if sequence.alibi_slopes is not None and block.distance:
             peak -= (block.of_heads(sequence.alibi_slopes).astype(np.float64) * block.distance)[..., np.newaxis]
         sinks = None if sequence.sinks is None else block.of_heads(sequence.sinks).astype(np.float64)[..., np.newaxis]
-        divisor, lse = close_rows(total, peak, sinks)
+        closed, lse = close_rows(total, peak, sinks)
+        if sinks is not None:  # else the output is to the bit what it is without an lse
+            divisor = closed
         if sequence.lse is not None:
             if which is not None or sequence.alibi_slopes is not None:
                 lse = bounded_lse(total, lse, sequence.lse.dtype)

@@ -468,3 +468,15 @@ def test_the_lse_of_a_row_without_keys_whatever_the_slope(slope: float) -> None:
     slopes = np.array([slope])
     out, lse = cuflash.attention(x, x, x, alibi_slopes=slopes, causal=True, query_offset=-10, return_lse=True)
     assert (out == 0).all() and np.isneginf(lse).all()
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "options", [{"bias": np.zeros((1, 1), np.float32)}, {"causal": True}, {"softcap": 3.0}], ids=str
+)
+def test_output_is_to_the_bit_what_it_is_without_an_lse(dtype: Any, options: dict[str, Any]) -> None:
+    for seed, out_dtype in enumerate([None, np.float32, np.float16, np.float64] * 25):
+        q, k, v = _draw(dtype, 2, 3, 29, 8, seed=seed)
+        k, v = k[..., : 1 + seed % 29, :], v[..., : 1 + seed % 29, :]
+        out, _ = cuflash.attention(q, k, v, return_lse=True, out_dtype=out_dtype, **options)
+        assert out.tobytes() == cuflash.attention(q, k, v, out_dtype=out_dtype, **options).tobytes(), seed
