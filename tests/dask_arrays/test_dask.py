@@ -315,7 +315,6 @@ def test_inputs_are_left_alone(rng: np.random.Generator) -> None:
     assert (arrays == before).all()
 
 
-@pytest.mark.alone
 def test_settings_hold_for_tasks(rng: np.random.Generator, capsys: pytest.CaptureFixture[str]) -> None:
     x = da.from_array(rng.standard_normal((2, 20, 8)), chunks=(1, 10, 8))
     lazy = cuflash.dask.attention(x, x, x)
@@ -326,6 +325,7 @@ def test_settings_hold_for_tasks(rng: np.random.Generator, capsys: pytest.Captur
     assert capsys.readouterr().err.count("attention") == 2 * 2 * 2  # heads, chunks of queries, of keys
 
 
+@pytest.mark.alone
 def test_graph_of_ten_thousand_tasks_is_built_within_a_second() -> None:
     q, k = zeros(100), zeros(100)
     seconds = []
