@@ -203,3 +203,15 @@ inline double max(double a, double b) { return fmax(a, b); }
 CPU_CUDA_CLAMP(min)
 CPU_CUDA_CLAMP(max)
 #undef CPU_CUDA_CLAMP
+
+// Which copies the compiler checks by itself depends on their size, and on the processor that it compiles for.
+extern "C" void __tsan_read_range(void* address, size_t size);
+extern "C" void __tsan_write_range(void* address, size_t size);
+__attribute__((always_inline)) inline void cpu_cuda_copy(void* target, const void* source, size_t size) {
+#ifdef __SANITIZE_THREAD__
+    __tsan_read_range(const_cast<void*>(source), size);
+    __tsan_write_range(target, size);
+#endif
+    memcpy(target, source, size);
+}
+#define memcpy cpu_cuda_copy

@@ -409,7 +409,9 @@ void check_shared(size_t offset, size_t size, bool writes, uintptr_t pc) {
     const Range* nearest = nullptr;
     uint64_t least = ~0ull;
     for (const Range& range : launch->ranges) {
-        const uint64_t distance = address >= range.end ? address - range.end : range.begin - address;
+        const uint64_t distance = address >= range.end    ? address - range.end
+                                  : address < range.begin ? range.begin - address
+                                                          : 0;
         if (distance >= least) continue;
         least = distance;
         nearest = &range;

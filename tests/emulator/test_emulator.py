@@ -79,6 +79,14 @@ FINDINGS = {
     ),
     "unaligned": ("struct alignas(16) Four { float x[4]; };"
                   "if (thread == 0) out[0] = reinterpret_cast<const Four*>(in + 1)->x[0];", "boundary"),
+    **{
+        f"{size} bytes from behind the input": (f"memcpy(out, in + 65 - {size} / 4, {size});", "of in, which has 256")
+        for size in (4, 12, 16, 24, 32, 48, 64)
+    },
+    **{
+        f"{size} bytes that are nowhere": (f"memcpy(out, shared + warp * {size} / 4, {size});", "nobody has written")
+        for size in (4, 12, 16, 24, 32)
+    },
     "two writers": ("out[thread / 2] = 0;", "has written"),
     "two blocks write": ("out[thread] = 0;", "of block 0 has written"),
     "barrier for some": ("if (thread < 32) __syncthreads();", "have returned|wait for each other"),
