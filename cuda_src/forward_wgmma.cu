@@ -248,7 +248,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     if (passes_by(params)) pass_by(source, i, uniform(place.end()));
     if (!kFinishesEarly || !any_tiles) finish();
     const Warp again(thread_index_again());
-    if constexpr (sizeof(OutElement) == 2) store_rows(params, o, finished, shared.output_rows(number, again), again);
+    if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);
     else store_rows(params, o, finished, shared.q[number % kQueryBuffers], again);
 }
 
