@@ -134,6 +134,7 @@ struct RowWarp {
         source.end_products<true>(i);
         wgmma_wait<0>(tile.scores[0]);
         source.release_keys(i);
+        source.let_next_begin(number);
         find_logits(i, tile, factors);  // there is no output to follow them
         weigh(tile, 0), weigh(tile, 1);
         round_weights(weights, tile.scores);
@@ -213,6 +214,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     if constexpr (!kWalksOn)
         load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
     KeySource source(params, shared, place, group);
+    source.wait_to_begin(number);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
     source.wait_for_queries(number);
     const int before = kPlaces > 1 ? uniform(place.keys_before) : 0;
@@ -242,13 +244,14 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         // Nobody multiplies by queries any more, through which output passes.
         if (kWalksOn || sizeof(OutElement) == 2) barrier_wait(1 + group_of_thread(), kGroupThreads);
     } else {
+        source.let_next_begin(number);
         source.release_queries(number);
     }
     // right either way: there are none left
     if (passes_by(params)) pass_by(source, i, uniform(place.end()));
     if (!kFinishesEarly || !any_tiles) finish();
     const Warp again(thread_index_again());
-    if constexpr (kStagesOutput) store_rows(params, o, finished, shared.staged[again.group], again);
+    if constexpr (sizeof(OutElement) == 2) store_rows(params, o, finished, shared.output_rows(number, again), again);
     else store_rows(params, o, finished, shared.q[number % kQueryBuffers], again);
 }
 

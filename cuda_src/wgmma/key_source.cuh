@@ -8,6 +8,9 @@ namespace cuflash {
 // Warpgroups take turns to issue products: one multiplies while others compute weights. Where blocks walk on they drift
 // apart, and where products are long, too, waiting costs more than it gains.
 constexpr bool kTakesTurns = !kWalksOn || kHeadDim <= 80;
+// Two that begin together would stay in step: the second one begins when the first one has its first scores. Where
+// products are longest they drift apart by themselves.
+constexpr bool kBeginApart = !kTakesTurns && kConsumers == 2 && kHeadDim <= 128;
 
 // Where a warpgroup's K and V come from: others load them, and wait until these are done with.
 struct KeysOfOthers {
@@ -30,6 +33,16 @@ struct KeysOfOthers {
         if constexpr (kWalksOn && kQueryBuffers == 1) shared.loaded_queries.release(number);
     }
     __device__ __forceinline__ int own_group() const { return kFewRegisters ? group_of_thread() : group; }
+
+    // Around the first scores of the block's first rows.
+    __device__ __forceinline__ void wait_to_begin(int number) {
+        // right either way: they may begin at any time
+        if (kBeginApart && number == 0) shared.turns.wait(own_group(), 0);
+    }
+    __device__ __forceinline__ void let_next_begin(int number) {
+        // right either way: nobody waits for it again
+        if (kBeginApart && number == 0) shared.turns.pass(own_group());
+    }
 
     // Waits for K and V, before products by them.
     __device__ __forceinline__ void wait_for_keys(int i) { shared.keys.wait_until_ready(i); }
@@ -69,6 +82,8 @@ struct OwnKeys : KeyLoader {
     __device__ __forceinline__ void release_queries(int) {}
     __device__ __forceinline__ int own_group() const { return group; }
 
+    __device__ __forceinline__ void wait_to_begin(int) {}
+    __device__ __forceinline__ void let_next_begin(int) {}
     __device__ __forceinline__ void wait_for_keys(int) {}
     __device__ __forceinline__ void wait_for_values(int) {}
     __device__ __forceinline__ void see() {

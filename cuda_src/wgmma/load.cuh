@@ -12,16 +12,19 @@ static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kPr
 static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
 
 // Where blocks walk on, the next queries come while the last rows are finished: into another buffer or, where there is
-// no room for one, as soon as nobody multiplies by the last ones any more. Output then does not pass through them.
+// no room for one, as soon as nobody multiplies by the last ones any more. Output of 16 bits then has rows of its own
+// to pass through, else those of Q.
 constexpr int kQueryBuffers = kWalksOn && kHeadDim <= 128 && kHeadDimV <= 128 ? 2 : 1;
 constexpr bool kStagesOutput = kWalksOn && kQueryBuffers == 1 && sizeof(OutElement) == 2;
+using RowsInQueries = StagedRows<kHeadDimV <= 32 ? 4 : 8>;
+static_assert(sizeof(RowsInQueries) <= 16 * kRowBytesQ);
 
 struct SharedTiles {
     // A warpgroup's queries lie where its output passes through in the end.
     alignas(1024) Element q[kQueryBuffers][kBlockM][kPitchQ];
     Panels<kBlockN, kHeadDim> k[kStages];
     Panels<kBlockN, kHeadDimV> v[kStages];
-    StagedRows staged[kStagesOutput ? kNumWarps : 1];
+    StagedRows<4> staged[kStagesOutput ? kNumWarps : 1];
     alignas(16) TileRow rows[kBlockM];
     RowMaxima maxima;
     Exchange exchange;
@@ -40,6 +43,10 @@ struct SharedTiles {
     }
     __device__ __forceinline__ QueryRows& queries(int number, int group) {
         return *reinterpret_cast<QueryRows*>(&q[number % kQueryBuffers][64 * group][0]);
+    }
+    __device__ __forceinline__ auto& output_rows(int number, const Warp& warp) {
+        if constexpr (kStagesOutput) return staged[warp.group];
+        else return *reinterpret_cast<RowsInQueries*>(&q[number % kQueryBuffers][warp.first_row][0]);
     }
 };
 
