@@ -222,7 +222,7 @@ _kernels: dict[str, Kernel] = {}
 
 def compile_text(text: str, entry: str, sources: Path) -> Kernel:
     """Compile a CUDA source whose kernel is called `entry` and takes one struct, with includes from `sources`."""
-    key = _key(text, entry, str(sources), *_CHECKED, _harness_digest())
+    key = _key(text, entry, str(sources), _TRAMPOLINE, *_CHECKED, _harness_digest())
     if key not in _kernels:
         _runtime()
         library = sources.parent / f"{key}.so"
