@@ -45,7 +45,9 @@ constexpr bool kLeavesHalf = kConsumers == 1 && kProducers != 0 && kHeadDimV <= 
 constexpr int kBlocksOfRegisters = kLeavesHalf ? 2 : kMinBlocks;
 // What threads have of the registers with which a block begins, evenly: the loader what it needs, the others the rest.
 constexpr int kAllRegisters = 65536 / kThreads / kBlocksOfRegisters / 8 * 8 * (kConsumers + 1);
-constexpr int kLoaderRegisters = kWalksOn || kPaged || kHeadDim > 192 ? 56 : kConsumers == 3 ? 32 : 40;
+// Loaders hold the most where they look up pages, find places in packed sequences, or copy rows of many features.
+constexpr bool kLoadersHoldMuch = kPaged || (kWalksOn && kVarlen) || (!kHasRoles && kHeadDim > 192);
+constexpr int kLoaderRegisters = kLoadersHoldMuch ? 56 : kWalksOn || !kHasRoles ? 40 : 32;
 constexpr int kShare = (kAllRegisters - kLoaderRegisters) / kConsumers / 8 * 8;
 constexpr int kConsumerRegisters = kShare < 240 ? kShare : 240;
 
@@ -211,8 +213,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
     const int num_tiles = place.walk.num_tiles;
     RowStates states(shared.maxima, warp);
     Output o = {};
-    if constexpr (!kWalksOn)
-        load_queries(params, place.tile, shared.queries(number, group), group, thread_index_again() % kGroupThreads);
+    if constexpr (!kWalksOn) load_queries<kGroupThreads>(params, place.tile, shared.queries(number, group), group);
     KeySource source(params, shared, place, group);
     source.wait_to_begin(number);
     look_up_rows(params, place.tile, shared.unit, num_tiles > 0, shared.rows, warp);
@@ -268,7 +269,8 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
     }
 }
 
-__device__ __forceinline__ void attention_forward(const AttentionParams& params, SharedTiles& shared) {
+__device__ __forceinline__ void attention_forward(const AttentionParams& params, const KeyMaps& maps,
+                                                  SharedTiles& shared) {
     if (threadIdx.x < 32) shared.places[0].find(params, 0, 0, shared.of_pair);
     if (threadIdx.x == kThreads - 32) shared.unit = logit_unit(params);
     if (kProducers != 0 && threadIdx.x == kThreads - 64) shared.init();
@@ -285,7 +287,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         const int group = group_of_thread();
         if (group == kConsumers) {
             registers_release<kLoaderRegisters>();
-            load_all_keys(params, shared);
+            load_all(params, maps, shared);
         } else {
             registers_take<kConsumerRegisters>();
             attend_all(params, shared, group);
@@ -296,7 +298,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
 }  // namespace cuflash
 
 extern "C" __global__ void __launch_bounds__(cuflash::kThreads, cuflash::kBlocksOfRegisters)
-    cuflash_forward_wgmma(const __grid_constant__ cuflash::AttentionParams params) {
+    cuflash_forward_wgmma(const __grid_constant__ cuflash::AttentionParams params,
+                          const __grid_constant__ cuflash::KeyMaps maps) {
     extern __shared__ __align__(1024) char shared_memory[];
-    cuflash::attention_forward(params, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
+    cuflash::attention_forward(params, maps, *reinterpret_cast<cuflash::SharedTiles*>(shared_memory));
 }

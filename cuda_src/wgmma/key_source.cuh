@@ -1,7 +1,7 @@
 // K and V as a warpgroup that multiplies by them meets them: loaded by others, or by itself.
 #pragma once
 
-#include "wgmma/load.cuh"
+#include "wgmma/loaders.cuh"
 
 namespace cuflash {
 
@@ -21,7 +21,8 @@ struct KeysOfOthers {
         : shared(shared), group(group) {}
     __device__ __forceinline__ void wait_for_queries(int number) {
         if constexpr (kWalksOn) {
-            shared.loaded_queries.wait_until_ready(number);
+            shared.loaded_queries[own_group()].wait_until_ready(number);
+            fence_async_proxy();
         } else {
             cp_async_wait();
             fence_async_proxy();
@@ -30,7 +31,7 @@ struct KeysOfOthers {
     }
     // Products by them are over.
     __device__ __forceinline__ void release_queries(int number) {
-        if constexpr (kWalksOn && kQueryBuffers == 1) shared.loaded_queries.release(number);
+        if constexpr (kWalksOn && kQueryBuffers == 1) shared.loaded_queries[own_group()].release(number);
     }
     __device__ __forceinline__ int own_group() const { return kFewRegisters ? group_of_thread() : group; }
 
@@ -44,10 +45,12 @@ struct KeysOfOthers {
         if (kBeginApart && number == 0) shared.turns.pass(own_group());
     }
 
-    // Waits for K and V, before products by them.
+    // Waits for K and V, before products by them, and sees what threads have copied; tiles are seen as they are.
     __device__ __forceinline__ void wait_for_keys(int i) { shared.keys.wait_until_ready(i); }
     __device__ __forceinline__ void wait_for_values(int i) { shared.values.wait_until_ready(i); }
-    __device__ __forceinline__ void see() { fence_async_proxy(); }
+    __device__ __forceinline__ void see() {
+        if constexpr (!kHasRoles) fence_async_proxy();
+    }
     // Products by K of tile i, and by V of the one before, are issued in between.
     __device__ __forceinline__ void begin_products(int i) {
         if constexpr (kTakesTurns) shared.turns.wait(own_group(), i);

@@ -1,61 +1,20 @@
-// What lies in shared memory, and how Q, K and V get there.
+// How Q, K and V get into shared memory.
 #pragma once
 
 #include "wgmma/key_rows.cuh"
-#include "wgmma/store.cuh"
+#include "wgmma/key_tiles.cuh"
+#include "wgmma/shared_tiles.cuh"
 
 namespace cuflash {
 
-using QueryRows = Panels<64, kHeadDim>;  // of a warpgroup
-
-static_assert(kBlockM == 64 * kConsumers && (kProducers == kGroupThreads || (kProducers == 0 && kConsumers == 1)));
-static_assert(sizeof(QueryRows) <= 64 * kRowBytesQ && 64 * kRowBytesQ % 1024 == 0);
-
-// Where blocks walk on, the next queries come while the last rows are finished: into another buffer or, where there is
-// no room for one, as soon as nobody multiplies by the last ones any more. Output of 16 bits then has rows of its own
-// to pass through, else those of Q.
-constexpr int kQueryBuffers = kWalksOn && kHeadDim <= 128 && kHeadDimV <= 128 ? 2 : 1;
-constexpr bool kStagesOutput = kWalksOn && kQueryBuffers == 1 && sizeof(OutElement) == 2;
-using RowsInQueries = StagedRows<kHeadDimV <= 32 ? 4 : 8>;
-static_assert(sizeof(RowsInQueries) <= 16 * kRowBytesQ);
-
-struct SharedTiles {
-    // A warpgroup's queries lie where its output passes through in the end.
-    alignas(1024) Element q[kQueryBuffers][kBlockM][kPitchQ];
-    Panels<kBlockN, kHeadDim> k[kStages];
-    Panels<kBlockN, kHeadDimV> v[kStages];
-    StagedRows<4> staged[kStagesOutput ? kNumWarps : 1];
-    alignas(16) TileRow rows[kBlockM];
-    RowMaxima maxima;
-    Exchange exchange;
-    Place places[kPlaces];
-    Segment of_pair;  // that the places' tiles are of
-    LogitUnit unit;
-    Pipe<kPlaces> placed;
-    Pipe<kQueryBuffers> loaded_queries;
-    Pipe<kStages> keys, values;
-    Turns turns;
-
-    __device__ __forceinline__ void init() {
-        placed.init(1, kThreads / 32), loaded_queries.init(kProducers / 32, kNumWarps);
-        keys.init(kProducers / 32, kNumWarps), values.init(kProducers / 32, kNumWarps);
-        turns.init();
-    }
-    __device__ __forceinline__ QueryRows& queries(int number, int group) {
-        return *reinterpret_cast<QueryRows*>(&q[number % kQueryBuffers][64 * group][0]);
-    }
-    __device__ __forceinline__ auto& output_rows(int number, const Warp& warp) {
-        if constexpr (kStagesOutput) return staged[warp.group];
-        else return *reinterpret_cast<RowsInQueries*>(&q[number % kQueryBuffers][warp.first_row][0]);
-    }
-};
-
-// Loads the queries of a warpgroup's rows, by 128 threads. From row to row it is so many heads and queries farther, and
-// one query farther where the packed heads end.
+// Loads the queries of a warpgroup's rows, by 128 or 32 threads. From row to row it is so many heads and queries
+// farther, and one query farther where the packed heads end.
+template <int kNumThreads>
 __device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, QueryRows& target,
-                                             int group, int thread) {
+                                             int group) {
     const Strides& strides = params.q_strides;
-    const PanelCopy<kHeadDim> copy(strides.row, params.head_dim, thread);
+    const int thread = thread_index_again() % kNumThreads;
+    const PanelCopy<kHeadDim, AsTheyCome, kNumThreads> copy(strides.row, params.head_dim, thread);
     const int first_row = 64 * group, num_rows = tile.num_rows - first_row;
     const int packed_heads = static_cast<int>(params.packed_heads);
     const Divided first(tile.first_head + first_row + copy.row, params.packed_heads);
@@ -74,7 +33,7 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
     }
 }
 
-// Loads K and V, by the threads of a warpgroup, the last keys first.
+// Copies K and V, by the threads of a warpgroup, the last keys first.
 struct KeyLoader : KeyRows<kPaged> {
     SharedTiles& shared;
 
@@ -103,45 +62,5 @@ struct KeyLoader : KeyRows<kPaged> {
         shared.values.arrive_with_copies(i);
     }
 };
-__device__ __forceinline__ unsigned int thread_of_loader() { return thread_index_again() - kConsumers * kGroupThreads; }
-
-// For a tile of rows.
-__device__ __forceinline__ void load_keys(const AttentionParams& params, SharedTiles& shared, const Place& place) {
-    const int begin = place.begin(), end = place.end();
-    if (begin == end) return;
-    KeyLoader loader(params, shared, place, thread_of_loader());
-    loader.look_up(place.walk.last_keys);
-    loader.load_next<false>(begin, place.walk.last_keys);
-#pragma unroll 1
-    for (int i = begin + 1; i < end; ++i) loader.load_next<true>(i, kBlockN);
-}
-// For all tiles of rows, whose places the first warp finds on the way; and their queries where there are two buffers.
-__device__ __forceinline__ void load_all_keys(const AttentionParams& params, SharedTiles& shared) {
-    if constexpr (kWalksOn) {
-        if (thread_of_loader() < 32) shared.placed.arrive(0);
-        shared.placed.wait_until_ready(0);  // right either way: it is there, but each phase is to be waited for
-    }
-#pragma unroll 1
-    for (int number = 0;; ++number) {
-        const Place& place = shared.places[number % kPlaces];
-        if (place.is_empty()) return;
-        if constexpr (kWalksOn) {
-            if constexpr (kQueryBuffers == 1) shared.loaded_queries.wait_until_free(number);
-            for (int group = 0; group < kConsumers; ++group)
-                load_queries(params, place.tile, shared.queries(number, group), group, thread_of_loader());
-            shared.loaded_queries.arrive_with_copies(number);
-        }
-        load_keys(params, shared, place);
-        const int half = place.next, keys_before = place.end();
-        if (!kWalksOn || half == 0) return;
-        shared.placed.release_read(number);
-        if (thread_of_loader() < 32) {
-            shared.placed.wait_until_free(number + 1);
-            shared.places[(number + 1) % kPlaces].find(params, half, keys_before, shared.of_pair);
-            shared.placed.arrive(number + 1);
-        }
-        shared.placed.wait_until_ready(number + 1);
-    }
-}
 
 }  // namespace cuflash

@@ -27,10 +27,10 @@ struct AsTheyCome {
     static __device__ __forceinline__ constexpr int row_at(int place) { return place; }
 };
 
-// Copies rows into panels, by the 128 threads of a warpgroup: what a thread knows of all tiles.
-template <int kWidth, typename Order = AsTheyCome>
+// Copies rows into panels, by the threads of a warpgroup or of a warp: what a thread knows of all tiles.
+template <int kWidth, typename Order = AsTheyCome, int kNumThreads = 128>
 struct PanelCopy {
-    static constexpr int kPanels = (kWidth + 63) / 64, kStep = 16;  // swizzles repeat every eight rows
+    static constexpr int kPanels = (kWidth + 63) / 64, kStep = kNumThreads / 8;
     long long stride;
     int row, piece;          // the first 16 bytes that are the thread's: of the array
     int offset;              // of where they go
@@ -50,7 +50,9 @@ struct PanelCopy {
     template <int kNumRows>
     __device__ __forceinline__ void load_step(Panels<kNumRows, kWidth>& target, const char* source, int place,
                                               bool are_there) const {
-        const SharedAddress first = shared_address(target.rows) + offset + place * target.kRowBytes;
+        // Swizzles repeat every eight rows.
+        const int offset_here = kStep == 4 ? offset ^ place / 4 % 2 * 64 : offset;
+        const SharedAddress first = shared_address(target.rows) + offset_here + place * target.kRowBytes;
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel)
             cp_async_bytes(first + panel * target.kPanelBytes, source + panel * 128, are_there ? num_bytes[panel] : 0);

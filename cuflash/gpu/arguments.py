@@ -17,6 +17,7 @@ from ..plan.partial import Partial, partial_strides
 from ..plan.plan import Plan
 from ..problem.arrays import ITEMSIZE
 from ..problem.problem import ARRAYS, HEAD_ARRAYS, Cache, Problem, Strides
+from .tensor_maps import tile_map
 
 Fields = tuple[tuple[str, str], ...]
 """Names of a struct's fields with their `struct` formats."""
@@ -106,6 +107,7 @@ _pack_lengths, _pack_splits, _pack_sequences, _pack_cached, _pack_others = map(
     packer, (LENGTHS, SPLITS, SEQUENCES, CACHED, OTHERS)
 )
 pack_pointers = struct.Struct("=" + "".join(code for _, code in POINTERS)).pack
+ARGUMENT_BYTES = struct.calcsize("=" + "".join(code for _, code in FIELDS))
 LARGEST = 4096
 """Bytes of arguments that a kernel can have."""
 
@@ -128,7 +130,7 @@ class _Buffer:
 
         array = np.empty(LARGEST, np.uint8)
         self.memory = array.data
-        self.by_value = (CPointer(array.ctypes.data),)
+        self.by_value = CPointer(array.ctypes.data), CPointer(array.ctypes.data + ARGUMENT_BYTES)
 
 
 _free_buffers: list[_Buffer] = []
@@ -161,9 +163,12 @@ class Packer:
     like, plan
         A problem of the same kind, and a plan by which as many query heads share a tile, the same leading axes are
         walked, and keys are split or not.
+    make_map
+        Makes a map of tiles, as `tile_map` does.
     """
 
-    def __init__(self, like: Problem, plan: Plan) -> None:
+    def __init__(self, like: Problem, plan: Plan, make_map: Callable[[int, int, int], bytes] = tile_map) -> None:
+        self._make_map = make_map
         traits, dtypes, axes, num_batch = like.traits, like.dtypes, plan.batch_axes, len(like.batch)
         self._varlen = traits.op == "attention_varlen"
         if not self._varlen:
@@ -221,7 +226,16 @@ class Packer:
         splits = _splits(plan, plan.partial) if plan.partial else _NO_SPLITS
         sequences = _sequences(problem) if varlen else _NO_SEQUENCES
         cached = _cached(cache, plan) if cache else _NOT_CACHED
-        return steps + lengths + splits + self._others + sequences + cached + outer_steps
+        packed = steps + lengths + splits + self._others + sequences + cached + outer_steps
+        return packed + self._maps(problem, plan) if plan.program.takes_maps else packed
+
+    def _maps(self, problem: Problem, plan: Plan) -> bytes:
+        """`KeyMaps` of cuda_src/wgmma/key_tiles.cuh."""
+        traits, strides_k, strides_v = problem.traits, problem.strides.k, problem.strides.v
+        assert strides_k and strides_v, "keys and values are given"
+        row, num_keys = 0 if self._varlen else -2, plan.tile.block_n
+        k = self._make_map(strides_k[row], traits.head_dim, num_keys)
+        return k + self._make_map(strides_v[row], traits.head_dim_v, num_keys)
 
     def _dense_strides(self, strides: tuple[Any, ...]) -> tuple[bytes, bytes]:
         given, num_outer = self._given(strides), self._num_outer

@@ -24,6 +24,8 @@ class Program(NamedTuple):
     macros: Macros
     shared_memory: int
     """Bytes per block."""
+    takes_maps: bool = False
+    """Whether it has maps of tiles of keys and values behind its struct of arguments."""
 
 
 class Prediction(NamedTuple):
@@ -121,7 +123,7 @@ class Build:
         if program is None:
             traits = partial_traits(self._traits) if is_split else self._traits
             macros = _macros(self.spec, traits, tile, self._device)
-            program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile))
+            program = Program(self.spec.name, macros, self.spec.shared_memory(traits, tile), self.spec.takes_maps)
             self._programs[tile, is_split] = program
         return program
 

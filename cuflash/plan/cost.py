@@ -107,7 +107,7 @@ def pace_of(
 
     `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
     """
-    rows, keys, threads, stages, prepared, _ = tile
+    rows, keys, threads, stages, prepared, *_ = tile
     loads, copies = keys * features, keys * features / threads
     work = cost.product * rows * loads + cost.weight * rows * keys + cost.tile
     work += cost.load * loads * (readers or threads / 128)
@@ -301,7 +301,9 @@ def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     tile_queries = max(min(rows // packed_heads, queries), 1)
     num_keys = keys * (num_planes // max(group_size, 1))
     if width is not None:
-        keys = min(keys, width + tile_queries - 1)
+        # Where each warpgroup passes by keys that others see, they are as far apart as buffers let them.
+        apart = min(rows - 64, (tile.stages - 1) * block_n) if tile.passes_by else 0
+        keys = min(keys, width + max(tile_queries - apart, 1) - 1)
     later_keys = min(later_keys, keys) - tile_queries + 1
     if later_keys <= 0 or keys == 0:
         return Walk(num_tiles, -(-keys // block_n), 1.0, num_keys, num_pairs)

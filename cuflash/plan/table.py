@@ -142,6 +142,8 @@ class KernelSpec(NamedTuple):
     """Whether the bits of a row depend on no other row, and its first tile has splits: for `split_size`."""
     readers: Callable[[Tile], float] = lambda tile: tile.num_threads / 128
     """How often four warps read or copy a tile of keys."""
+    takes_maps: bool = False
+    """Whether it has maps of tiles of keys and values behind its struct of arguments."""
     rounds_weights: bool = False
     """Whether weights are rounded to the format of the operands, as tensor cores want them: part of the error rule."""
 
@@ -192,6 +194,7 @@ KERNELS = (
         limits=wgmma_limits,
         starved_rows=192,
         macros=wgmma_macros,
+        takes_maps=True,
         caps_by_polynomial=True,
         yields_to=("forward_mma", "forward_decode"),
         readers=wgmma_readers,

@@ -54,6 +54,8 @@ class Tile(NamedTuple):
     """Whether a launch before it makes ready all keys and values, in a workspace."""
     walks_on: bool = False
     """Whether there are as many blocks as the GPU holds, which go on to tiles or pairs of tiles of rows."""
+    passes_by: bool = False
+    """Whether each warpgroup of 64 rows passes by tiles of keys that none of its own rows sees."""
 
     def __str__(self) -> str:
         stages = f"x{self.stages}" if self.stages > 1 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..problem.arrays import ITEMSIZE
-from ..problem.problem import Traits
+from ..problem.problem import FARTHEST_ROWS, Traits
 from .cost import Cost
 from .features import Macros
 from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
@@ -22,6 +22,8 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
         return OWN_INSTRUCTIONS
     if traits.alignment < 16:
         return "q, k, v or out have rows that begin on no 16-byte boundary"
+    if not traits.keys_are_tiles:
+        return f"k or v have rows that are not 0 to {FARTHEST_ROWS} bytes apart, in steps of 16: they are no tiles"
     if traits.bias == "float64" or traits.num_arrays + traits.page_table > 1:
         return "a float64 bias, or more than one of bias, mask and pages, needs more registers than are left"
     return None
@@ -46,9 +48,8 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
     stages_output = tile.walks_on and query_buffers == 1 and ITEMSIZE[traits.out_dtype] == 2
     staged, maxima, exchange = 1024 * (tile.block_m // 16 if stages_output else 1), 4 * tile.block_m, 128
-    passes_by = tile.walks_on and tile.block_m == 192 and panels > 64  # kPassesBy of wgmma/place.cuh
-    barriers = 8 * (2 * places + 2 * query_buffers + 4 * tile.stages + tile.block_m // 64)
-    place = tile_map_bytes(traits, tile) + 32 + (48 if passes_by else 0)
+    barriers = 8 * (2 * places + 2 * query_buffers * tile.block_m // 64 + 4 * tile.stages + tile.block_m // 64)
+    place = tile_map_bytes(traits, tile) + 32 + (48 if tile.passes_by else 0)
     beside = staged + tile.block_m * 48 + maxima + exchange + places * place + 20 + 52 + barriers
     return round_up(2 * elements + beside, 1024)
 
@@ -58,33 +59,34 @@ def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
 # they load. On an H100 at 16384 keys, ms full / causal: head_dim 64, 32 heads, 192x128 4.3 / 2.2, 64x64 5.0 / 2.5; 96,
 # 16 heads, 192x112 2.9 / 1.4, 128x128 3.2 / 1.6; 128, 16 heads, 192x80 3.4 / 1.75, 128x128 3.5 / 1.79. Where three walk
 # on, two work while one begins or ends: us for 64 heads of 8192 queries and 64 keys, head_dim 128, 192x64w 88, 128x64w
-# 102, 128x128w 153. 64 queries of 16 caches of 8192 keys of one head: 64x64 34.9, 64x128 33.7, 128x128 34.5.
+# 102, 128x128w 153; three buffers let those that pass by keys be two tiles apart (windows of 256 keys 6 % faster). 64
+# queries of 16 caches of 8192 keys of one head: 64x64 34.9, 64x128 33.7, 128x128 34.5.
 _ROWS_192 = Tile(192, 128, 512, 2), Tile(192, 112, 512, 2), Tile(192, 96, 512, 2), Tile(192, 80, 512, 2)
 _ROWS_128 = Tile(128, 128, 384, 2), Tile(128, 112, 384, 2), Tile(128, 96, 384, 2), Tile(128, 64, 384, 2)
 # Their order matters: of those with as many threads the first that fits is kept.
 _WGMMA_TILES = (
     *_ROWS_192, *_ROWS_128,
-    *(tile._replace(walks_on=True) for tile in (*_ROWS_192, Tile(192, 64, 512, 2), *_ROWS_128)),
+    *(tile._replace(walks_on=True) for tile in (*_ROWS_192, Tile(192, 64, 512, 3), *_ROWS_128)),
     Tile(64, 128, 256, 2), Tile(64, 96, 256, 2), Tile(64, 64, 256, 2), Tile(64, 64, 128, 2),
 )  # fmt: skip
 
 COST = Cost(
-    product=2.65e-07,
-    weight=3.48e-05,
-    load=1.28e-08,
-    tile=0.00273,
-    latency=0.539,
-    latency_load=1.79e-05,
+    product=2.37e-07,
+    weight=2.52e-05,
+    load=0,
+    tile=0.0038,
+    latency=0.476,
+    latency_load=1.41e-05,
     copy=0,
     exposed_copy=0,
-    block=4,
-    block_load=0.000857,
-    merge=3.37,
-    merge_split=0.00858,
-    merge_byte=1.65e-07,
+    block=4.44,
+    block_load=0.00219,
+    merge=3.76,
+    merge_split=0.00441,
+    merge_byte=1.1e-07,
     stream=4.41e-07,
-    start=0.00422,
-    next_tile=2.73,
+    start=0.00305,
+    next_tile=2.36,
     by_tiles=1.06,
     by_pairs=1.01,
 )
@@ -131,8 +133,12 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
         held = bucket_v // 2 + tile.block_n * 3 // 4 + tile.block_n * _array_bytes(traits) // 16
         return held <= _most_held(traits, tile) and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
 
+    def passing(tile: Tile) -> Tile:
+        """The tile as `kPassesBy` of wgmma/place.cuh has it."""
+        return tile._replace(passes_by=tile.walks_on and tile.block_m == 192 and wgmma_bucket(traits.head_dim) > 64)
+
     kinds: dict[tuple[int, bool], Tile] = {}
-    for tile in filter(fits, _WGMMA_TILES):
+    for tile in filter(fits, map(passing, _WGMMA_TILES)):
         is_for_few = tile.walks_on and tile.block_n <= 80
         kinds.setdefault((tile.block_n if is_for_few else tile.num_threads, tile.walks_on), tile)
     return list(kinds.values())

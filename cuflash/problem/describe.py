@@ -267,5 +267,6 @@ def _traits(
         bias=infos["bias"].dtype if "bias" in infos else "",
         input_alignment=1,
         result_alignment=1,
+        keys_are_tiles=True,
         **{name: name in infos for name in ("mask", *HEAD_ARRAYS, "query_offset", "seqlens_k", "page_table")},
     )

@@ -12,6 +12,7 @@ from typing import Any
 from .arrays import strides_like
 from .problem import (
     ARRAYS,
+    FARTHEST_ROWS,
     Cache,
     Problem,
     Shapes,
@@ -59,11 +60,13 @@ class Kind:
         self._axes = [(self._at[place], num_axes) for place, num_axes in axes if place in self._at]
         self._without_vectors = [place for place in self._at if place > _LSE] + [_LSE] * self._has_lse
         size = self._sizes[0]
-        self._widths = (
+        self._layout = (
             16 if (traits.head_dim | traits.head_dim_v) * size % 16 == 0 else size,
             16 if traits.head_dim_v * size % 16 == 0 else size,
+            True,
         )
-        self._traits: dict[tuple[int, int], Traits] = {}
+        self._row_axis = 0 if self._packed else -2
+        self._traits: dict[tuple[int, int, bool], Traits] = {}
 
     def at(
         self, shapes: Sequence[Any], strides: Sequence[Any], pointers: Sequence[int], num_keys: int | None = None
@@ -119,13 +122,14 @@ class Kind:
             found[_OUT] = strides_like(targets[_OUT], found[0], self._sizes[_OUT])
         if found[_LSE] is None and self._has_lse:
             found[_LSE] = strides_like(targets[_LSE], found[0], self._sizes[_LSE])
-        widths = self._widths
+        layout = self._layout
         if not self._all_aligned(found, pointers):
-            widths = self._exact_widths(found, targets, pointers)
-        traits = self._traits.get(widths)
+            layout = self._exact_layout(found, targets, pointers)
+        traits = self._traits.get(layout)
         if traits is None:
-            traits = like.traits._replace(input_alignment=widths[0], result_alignment=widths[1])
-            self._traits[widths] = traits
+            traits = self._traits[layout] = like.traits._replace(
+                input_alignment=layout[0], result_alignment=layout[1], keys_are_tiles=layout[2]
+            )
         return Problem(
             traits, batch, like.num_heads_q, like.num_heads_kv, seqlen_q, seqlen_k, like.window_left, like.window_right,
             offset, like.bottom_right, like.scale, Strides(*found), like.dtypes, like.is_2d, cache,
@@ -155,6 +159,9 @@ class Kind:
         sizes = self._sizes
         if (q[-1], k[-1], v[-1], out[-1]) != sizes[:4]:
             return False
+        row = self._row_axis
+        if not (0 <= k[row] <= FARTHEST_ROWS and 0 <= v[row] <= FARTHEST_ROWS):
+            return False
         if gcd(16, *pointers[:4], *q[:-1], *k[:-1], *v[:-1], *out[:-1]) != 16:
             return False
         for place in self._without_vectors:
@@ -162,9 +169,9 @@ class Kind:
                 return False
         return True
 
-    def _exact_widths(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int]:
-        """Bytes that can move together of the inputs and of what is written; 1 if an element lies on no boundary."""
-        widths = list(self._widths)
+    def _exact_layout(self, strides: Sequence[Any], targets: Shapes, pointers: Sequence[int]) -> tuple[int, int, bool]:
+        """Alignments of the inputs and of what is written, and whether keys are tiles: the last fields of `Traits`."""
+        widths = list(self._layout[:2])
         for i, steps in enumerate(strides):
             if steps is None:
                 continue
@@ -174,7 +181,8 @@ class Kind:
                 widths[is_result] = 1
             elif i <= _OUT and (alignment < 16 or steps[-1] != size):
                 widths[is_result] = min(widths[is_result], self._sizes[0])
-        return widths[0], widths[1]
+        rows = [strides[i][self._row_axis] for i in (_K, _V) if strides[i] is not None]
+        return widths[0], widths[1], all(0 <= step <= FARTHEST_ROWS and step % 16 == 0 for step in rows)
 
 
 def broadcast_strides(shape: tuple[int, ...], strides: tuple[int, ...], target: tuple[int, ...]) -> Any:

@@ -68,6 +68,10 @@ class Operand(NamedTuple):
     """Largest power of two up to 16 that divides the address and every stride but the last."""
 
 
+FARTHEST_ROWS = 2**24
+"""Bytes between neighbouring rows of keys and values up to which they may be copied as tiles."""
+
+
 class Traits(NamedTuple):
     """All that a build may depend on: no length, no stride, and of the values only the cap."""
 
@@ -98,6 +102,8 @@ class Traits(NamedTuple):
     """16 if q, k and v can move in 16-byte vectors, 1 if an element of any input lies on no boundary, else its size."""
     result_alignment: int
     """The same of what is written."""
+    keys_are_tiles: bool
+    """Whether rows of k and of v are 0 to `FARTHEST_ROWS` bytes apart, in steps of 16."""
 
     @property
     def has_values(self) -> bool:

@@ -60,6 +60,8 @@ void cpu_cuda_arrive_some(int barrier, int num_threads);
 void cpu_cuda_mbarrier_init(void* address, int num_warps);
 void cpu_cuda_mbarrier_arrive(const void* address);
 void cpu_cuda_mbarrier_wait(const void* address, bool parity);
+// So many bytes are to be copied before the phase under way is over; fewer than 0: they are.
+void cpu_cuda_mbarrier_expect(const void* address, int num_bytes);
 // Waits for the 32 lanes of the warp; the last one runs `compute` on what each brought and for what each takes away.
 // Lanes that meet in operations of different names are an error. `orders_memory`: a barrier for shared memory too.
 void cpu_cuda_collective(const char* name, const void* input, void* output, bool orders_memory,

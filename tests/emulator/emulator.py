@@ -12,6 +12,7 @@ import hashlib
 import os
 import platform
 import shutil
+import struct
 import subprocess
 from collections.abc import Mapping
 from contextlib import suppress
@@ -174,7 +175,7 @@ class Kernel:
         Parameters
         ----------
         params
-            The argument struct.
+            The argument struct, and the maps behind it if the kernel takes them.
         ranges
             Begin, end, name and whether it may be written, of every array.
         seed
@@ -208,6 +209,14 @@ _TRAMPOLINE = """
 template <typename Params>
 __attribute__((no_sanitize("thread"))) static void cpu_cuda_call(void (*kernel)(Params), const void* params) {{
     kernel(*static_cast<const Params*>(params));
+}}
+template <typename Params, typename Maps>
+__attribute__((no_sanitize("thread"))) static void cpu_cuda_call(void (*kernel)(Params, Maps), const void* params) {{
+    const auto* const first = static_cast<const Params*>(params);
+    const auto* const bytes = reinterpret_cast<const char*>(first + 1);  // on no boundary of theirs
+    Maps maps;
+    for (unsigned int i = 0; i < sizeof(maps); ++i) reinterpret_cast<char*>(&maps)[i] = bytes[i];
+    kernel(*first, maps);
 }}
 extern "C" void cpu_cuda_entry(const void* params) {{ cpu_cuda_call({entry}, params); }}
 extern "C" const bool cpu_cuda_flushes =
@@ -316,7 +325,7 @@ class Emulator:
             made = [(*prepared, "prepared k"), (prepared[1], workspace + plan.workspace, "prepared v")]
             made = [found for found in made if found[0] < found[1]]
             kernel = compile_kernel(plan.preparation.program, self.sources)
-            _, packed, _ = launch_parts(problem, plan, Packer(problem, plan))[0]
+            _, packed, _ = launch_parts(problem, plan, _packer(problem, plan))[0]
             kernel.launch(
                 plan.preparation.num_blocks,
                 PREPARING.num_threads,
@@ -338,13 +347,13 @@ class Emulator:
         assert plan.append is not None, "else there is nothing to append"
         there = [(begin, end, name, name in ("k", "v")) for name, (_, begin, end) in spans.items() if begin < end]
         kernel = compile_kernel(plan.append.program, self.sources)
-        arguments = pack_pointers(*pointers, 0, 0) + Packer(problem, plan)(problem, plan)
+        arguments = pack_pointers(*pointers, 0, 0) + _packer(problem, plan)(problem, plan)
         kernel.launch(plan.append.num_blocks, APPENDING.num_threads, 0, arguments, there, self.seed)
 
     def _launch(self, problem: Problem, plan: Plan, pointers: list[int], ranges: list[Any]) -> None:
         if plan.num_blocks:
             kernel = compile_kernel(plan.program, self.sources)
-            for grid, packed, offsets in launch_parts(problem, plan, Packer(problem, plan)):
+            for grid, packed, offsets in launch_parts(problem, plan, _packer(problem, plan)):
                 steps = (0,) * len(pointers) if offsets is None else (*offsets, 0, 0)
                 at = [p + step if p else 0 for p, step in zip(pointers, steps, strict=True)]
                 arguments = pack_pointers(*at) + packed
@@ -375,6 +384,15 @@ class Emulator:
         for packed in merge.arguments([begin], [between], *pointers[3:5]):
             kernel.launch(merge.num_blocks, merge.num_threads, merge.program.shared_memory, packed, results, self.seed)
         return out if lse is None else lse if out is None else (out, lse)
+
+
+def _packer(problem: Problem, plan: Plan) -> Packer:
+    return Packer(problem, plan, tile_map)
+
+
+def tile_map(row_stride: int, head_dim: int, num_rows: int) -> bytes:
+    """`TensorMap` of ptx/tensor_copy.cuh here."""
+    return struct.pack("=16Q", row_stride, head_dim, num_rows, *(0,) * 13)
 
 
 def span(info: ArrayInfo) -> tuple[int, int, int]:

@@ -108,6 +108,7 @@ struct PhaseBarrier {
     size_t offset;
     int num_warps, num_left;
     bool parity;       // of the phase under way
+    int bytes_due;     // in it
     uint32_t waiting;  // warps
     uint32_t known[kMaxWarps], known_at_end[kMaxWarps];
 };
@@ -672,7 +673,7 @@ void cpu_cuda_mbarrier_init(void* address, int num_warps) {
     for (const PhaseBarrier& barrier : phase_barriers) {
         if (barrier.offset == offset) fail(pc, "makes the barrier at shared byte %zu twice", offset);
     }
-    phase_barriers.push_back({offset, num_warps, num_warps, false, 0, {}, {}});
+    phase_barriers.push_back({offset, num_warps, num_warps, false, 0, 0, {}, {}});
 }
 
 void cpu_cuda_mbarrier_arrive(const void* address) {
@@ -683,6 +684,7 @@ void cpu_cuda_mbarrier_arrive(const void* address) {
     learn(barrier.known, warps[index].known);
     barrier.known[index] = ++warps[index].known[index];
     if (--barrier.num_left == 0) {
+        if (barrier.bytes_due != 0) fail(pc, "a phase is to end with %d bytes expected", barrier.bytes_due);
         barrier.num_left = barrier.num_warps;
         barrier.parity = !barrier.parity;
         memcpy(barrier.known_at_end, barrier.known, sizeof(barrier.known));
@@ -690,6 +692,10 @@ void cpu_cuda_mbarrier_arrive(const void* address) {
             pass_phase(barrier, __builtin_ctz(barrier.waiting));
     }
     let_go_on(index);
+}
+
+void cpu_cuda_mbarrier_expect(const void* address, int num_bytes) {
+    phase_barrier_at(address, reinterpret_cast<uintptr_t>(CALLER)).bytes_due += num_bytes;
 }
 
 void cpu_cuda_mbarrier_wait(const void* address, bool parity) {

@@ -315,7 +315,7 @@ def _run(
     return results[0]
 
 
-TARGETS = {"stmatrix": ("sm_90", "sm_120"), "wgmma": ("sm_90a",)}
+TARGETS = {"stmatrix": ("sm_90", "sm_120"), "wgmma": ("sm_90a",), "tensor_copy": ("sm_90",)}
 """Of instructions that older architectures have not, or this one alone."""
 
 

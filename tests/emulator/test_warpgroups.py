@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cuflash.gpu.tensor_maps import tile_map
 from cuflash.problem.arrays import DTYPES
 
+from .emulator import tile_map as emulated_map
 from .test_emulator import EmulationError, _assert_close, _compile, _emulate, _run, _source, backends
 
 
@@ -54,6 +56,69 @@ def test_mbarrier_orders_nothing_before_its_phase(tmp_path: Path) -> None:
     source = _source(body, '#include "ptx/mbarrier.cuh"')
     with pytest.raises(EmulationError, match="shared byte"):
         _emulate(_compile(source, tmp_path), tuple(np.zeros(64, np.float32) for _ in range(3)), 64, 8192, 0)
+
+
+TILE = """
+    auto& barrier = *reinterpret_cast<Mbarrier*>(shared + 4096);
+    const auto& map = *reinterpret_cast<const TensorMap*>(in_2);
+    if (threadIdx.x == 0) mbarrier_init(barrier, 1);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        if (lane == 0) {
+            mbarrier_expect(barrier, 2 * 24 * 128);
+            for (int panel = 0; panel < 2; ++panel)
+                tensor_copy(shared + panel * 24 * 64, map, reinterpret_cast<const char*>(in + 160), panel * 64, HIDDEN,
+                            barrier);
+        }
+        mbarrier_arrive_with_tiles(barrier);
+    }
+    mbarrier_wait(barrier, 0);
+    for (int i = threadIdx.x; i < 2 * 24 * 64; i += 64) {
+        const int row = i / 64 % 24, column = i % 64;
+        out[i] = shared[i / 64 * 64 + (column / 8 ^ row % 8) * 8 + column % 8];
+    }
+"""
+"""Two panels of a tile of 24 rows, from the third row of `in` on."""
+
+
+def _tile_arrays(back_end: str, row_stride: int) -> tuple[np.ndarray, ...]:
+    """Rows of 80 elements, a map of tiles of 24 rows with 72 of them, and room for the tile."""
+    rows = np.random.default_rng(0).permutation(50 * 80).astype(np.uint16)
+    make_map = emulated_map if back_end == "cpu" else tile_map
+    memory = np.zeros(96, np.uint16)  # a map begins on a 64-byte boundary
+    skip = -memory.ctypes.data % 64 // 2
+    memory[skip : skip + 64] = np.frombuffer(make_map(row_stride, 72, 24), np.uint16)
+    return rows, memory[skip : skip + 64], np.empty(2 * 24 * 64, np.uint16)
+
+
+@backends
+@pytest.mark.parametrize(("row_stride", "hidden"), [(160, 0), (160, 5), (160, 23), (0, 3)])
+def test_tensor_copy(back_end: str, row_stride: int, hidden: int, tmp_path: Path) -> None:
+    arrays = _tile_arrays(back_end, row_stride)
+    body = TILE.replace("HIDDEN", str(hidden))
+    out = _run(back_end, body, arrays, tmp_path, "tensor_copy", ("unsigned short", "unsigned short"), 64, 16384)
+    expected = np.zeros((24, 128), np.uint16)
+    there = 2 + (hidden + np.arange(24 - hidden)) * row_stride // 160
+    expected[: 24 - hidden, :72] = arrays[0].reshape(50, 80)[there, :72]
+    assert (out.reshape(2, 24, 64).swapaxes(0, 1).reshape(24, 128) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("found", "changed", "message"),
+    [
+        ("2 * 24 * 128", "24 * 128", "a phase is to end with -3072 bytes expected"),
+        ("panel < 2", "panel < 1", "a phase is to end with 3072 bytes expected"),
+        ("shared + panel * 24 * 64", "shared + 8 + panel * 24 * 64", "on no 1024-byte boundary"),
+        ("HIDDEN", "24", "more rows are hidden than there are"),
+        ("in + 160", "in + 3200", "reads"),
+        ("mbarrier_wait(barrier, 0);", "", "shared byte"),
+    ],
+)
+def test_notices_at_tensor_copies(found: str, changed: str, message: str, tmp_path: Path) -> None:
+    body = TILE.replace(found, changed).replace("HIDDEN", "0")
+    source = _source(body, '#include "ptx/tensor_copy.cuh"', ("unsigned short", "unsigned short"))
+    with pytest.raises(EmulationError, match=message):
+        _emulate(_compile(source, tmp_path), _tile_arrays("cpu", 160), 64, 16384, 0)
 
 
 @backends

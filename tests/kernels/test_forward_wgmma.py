@@ -12,8 +12,10 @@ import cuflash
 from cuflash import reference
 from cuflash.gpu.launch import device_info
 from cuflash.plan.plan import make_plan
-from cuflash.plan.table import KERNELS
+from cuflash.plan.table import KERNELS, device_of
+from cuflash.problem.arrays import ArrayInfo, extent
 from cuflash.problem.describe import describe_attention, describe_varlen
+from cuflash.problem.describe_cache import describe_kv_cache
 from cuflash.settings import Settings
 from cuflash.testing import Case, check, describe, make_data, run
 from kernels.test_forward_mma import assert_right, draw
@@ -34,7 +36,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict[str, Any]]] = {
 }
 TILES = {
     **dict.fromkeys(("window", "parts of a tile"), "192x80x2w"),
-    "other layout": "192x64x2w",
+    "other layout": "192x64x3w",
     **dict.fromkeys(("wide", "wide keys", "wide values"), "128x64x2w"),
 }
 """Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
@@ -57,6 +59,7 @@ def walks(emulator: Emulator) -> None:
         _walk(Emulator(KERNEL, TILES.get(name, TILE), device, emulator.seed, emulator.sources), name)
     for head_dim, tile in PACKED:
         _walk_packed(Emulator(KERNEL, tile, device, emulator.seed, emulator.sources), head_dim)
+    _walk_pages(Emulator(KERNEL, TILE, device, emulator.seed, emulator.sources))
 
 
 def _walk(emulator: Emulator, name: str) -> None:
@@ -85,6 +88,26 @@ def _walk_packed(emulator: Emulator, head_dim: int) -> None:
         np.testing.assert_allclose(lse, exact_lse, atol=1e-4)
 
 
+def _walk_pages(emulator: Emulator) -> None:
+    """Caches in pages, of which some have no keys."""
+    rng, lengths = np.random.default_rng(0), np.array([150, 0, 290, 0, 16], np.int32)
+    q, pages = draw(5, 1, 140, 32), draw(30, 1, 16, 32, seed=1)
+    table = rng.permutation(30)[rng.integers(0, 30, (5, 20))].astype(np.int32)
+    options: dict[str, Any] = {"page_table": table, "seqlens_k": lengths}
+    problem, infos = describe_kv_cache(q, pages, pages.copy(), num_splits=1, **options)
+    plan = make_plan(problem, emulator.device, emulator.settings, 1)
+    assert plan.num_blocks == emulator.device.num_multiprocessors < plan.num_stops
+    exact, _ = reference.attention_with_kv_cache(q, pages, pages, **options)
+    np.testing.assert_allclose(emulator.run(problem, infos).astype(np.float64), exact, atol=4e-3)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+def test_blocks_walk_on_through_caches_without_keys() -> None:
+    emulator = Emulator(KERNEL, TILE)
+    emulator.device = emulator.device._replace(num_multiprocessors=3)
+    _walk_pages(emulator)
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
 @pytest.mark.share(3)
 @pytest.mark.parametrize(("head_dim", "tile"), [*PACKED, (136, "128x64x2w")])
@@ -101,6 +124,54 @@ def test_blocks_walk_on(name: str) -> None:
     emulator = Emulator(KERNEL, TILES.get(name, TILE))
     emulator.device = emulator.device._replace(num_multiprocessors=3)
     _walk(emulator, name)
+
+
+def _layouts() -> dict[str, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Queries of 5 heads, and 150 keys and values of 72 features, by how their rows lie."""
+    x, padded, packed = (draw(*shape, seed=4) for shape in ((5, 150, 72), (5, 150, 80), (150, 3, 5, 72)))
+    return {
+        "padded rows": (x, padded[..., :72], padded[..., 8:]),
+        "one row for all": (x, x, np.broadcast_to(x[:, :1], x.shape)),
+        "rows that overlap": (x, np.lib.stride_tricks.as_strided(padded, x.shape, (150 * 160, 16, 2)), x),
+        "heads behind rows": tuple(packed.transpose(1, 2, 0, 3)),
+        "heads backwards": (x, x[::-1], x[::-1]),
+    }
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
+@pytest.mark.parametrize("name", _layouts())
+def test_tiles_of_rows_that_ascend(name: str) -> None:
+    q, k, v = _layouts()[name]
+    assert_right(Emulator(KERNEL, TILE), q, k, v)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", _layouts())
+def test_tiles_of_rows_that_ascend_on_a_gpu(name: str) -> None:
+    import cupy
+
+    q, k, v = _layouts()[name]
+    on_gpu = []
+    for x in (q, k, v):  # with the same strides, in memory of its own
+        low, high = extent(0, x.shape, x.strides, x.itemsize)
+        memory = cupy.full(high - low, 0xFF, np.uint8)
+        view = cupy.ndarray(x.shape, x.dtype, memory.data - low, x.strides)
+        view[...] = cupy.asarray(np.ascontiguousarray(x))
+        on_gpu.append(view)
+    with cuflash.options(kernel=KERNEL, tile=TILE):
+        out = cuflash.attention(*on_gpu)
+    np.testing.assert_allclose(out.get().astype(np.float64), reference.attention(q, k, v)[0], atol=2e-3)
+
+
+@pytest.mark.parametrize("row_stride", [-144, 2**24 + 16])
+def test_rows_that_are_no_tiles_are_refused(row_stride: int) -> None:
+    q, v = (ArrayInfo(None, (5, 150, 72), (150 * 144, 144, 2), "float16", 0, 0, True) for _ in range(2))
+    problem, _ = describe_attention(q, q._replace(strides=(144, row_stride, 2)), v)
+    assert not problem.traits.keys_are_tiles and problem.traits.alignment == 16
+    spec = next(spec for spec in KERNELS if spec.name == KERNEL)
+    words = "k or v have rows that are not 0 to 16777216 bytes apart, in steps of 16: they are no tiles"
+    assert spec.refusal(problem.traits, device_of(90)) == words
+    assert make_plan(problem, device_of(90), Settings("", "", False)).kernel == "forward_mma"
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++) to run CUDA sources with")
@@ -149,7 +220,7 @@ def test_blocks_walk_on_a_gpu(fields: dict[str, Any], head_dim: int, dtype: str)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("head_dim", "tile"), [(128, TILE), (128, "192x64x2w"), (192, "128x96x2w")])
+@pytest.mark.parametrize(("head_dim", "tile"), [(128, TILE), (128, "192x64x3w"), (192, "128x96x2w")])
 @pytest.mark.parametrize("causal", [False, True])
 def test_blocks_walk_on_through_packed_sequences_on_a_gpu(causal: bool, head_dim: int, tile: str) -> None:
     """Equal lengths, lengths drawn, and none."""

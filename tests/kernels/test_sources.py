@@ -22,6 +22,7 @@ from cuflash.gpu.compile import (
     source_digest,
     source_folder,
 )
+from cuflash.gpu.tensor_maps import MAP_BYTES
 from cuflash.plan.build import Program
 from cuflash.plan.gated import GATED_KERNELS, GatedPlan
 from cuflash.plan.plan import Plan, make_plan
@@ -194,6 +195,8 @@ def layout_checks(
         checks.append(f'static_assert(__builtin_offsetof(cuflash::{params}, {name}) == {offset}, "{name}");')
         offset += struct.calcsize("=" + code)
     checks.append(f'static_assert(sizeof(cuflash::{params}) == {offset}, "size");')
+    if program.takes_maps:
+        checks.append(f'static_assert(sizeof(cuflash::KeyMaps) == 2 * {MAP_BYTES}, "maps");')
     if program.shared_memory:
         checks.append(f'static_assert(sizeof(cuflash::SharedTiles) == {program.shared_memory}, "shared memory");')
     return "\n".join([*checks, ""])
@@ -323,10 +326,13 @@ def test_struct_is_packed_in_order() -> None:
     x = _info((2, 4, 100, 64), "float16")
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
-    packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.Packer(problem, plan)(
-        problem, plan
-    )
-    assert len(packed) == struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS))
+    packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.Packer(
+        problem, plan, lambda *numbers: struct.pack("=16Q", *numbers, *(0,) * 13)
+    )(problem, plan)
+    assert struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS)) == arguments.ARGUMENT_BYTES
+    maps = packed[arguments.ARGUMENT_BYTES :]
+    assert plan.program.takes_maps and len(maps) == 2 * MAP_BYTES
+    assert struct.unpack_from("=3Q", maps) == struct.unpack_from("=3Q", maps, MAP_BYTES) == (128, 64, plan.tile.block_n)
     fields, offset = {}, 0
     for name, code in arguments.FIELDS:
         fields[name] = list(struct.unpack_from("=" + code, packed, offset))

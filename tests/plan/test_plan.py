@@ -135,8 +135,8 @@ float16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64
 bfloat16 D=64, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1
 float32 D=64, precise_wgmma, 128x64x2p/384, grid 2048, 111616 B, batch 0:4, D 64/64, align 16, x1
 float64 D=64, precise_float64, 128x64/256, grid 2048, 133280 B, batch 0:4, D 64/64, align 16, x1
-float16 D=128 causal, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1, 8 at once
-bfloat16 D=128 causal, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1, 8 at once
+float16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
+bfloat16 D=128 causal, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
 float32 D=128 causal, precise_wgmma, 128x64x2p/384, grid 2048, 209920 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float64 D=128 causal, precise_float64, 128x32/256, grid 2048, 197792 B, batch 0:4, D 128/128, align 16, x1, 64 at once
 float16 D=256, forward_wgmma, 128x64x2w/384, grid 132, 215040 B, batch 0:4, D 256/256, align 16, x1
@@ -166,13 +166,13 @@ float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
-float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
+float16 D=16, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
 float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
 float16 D=80, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 80/80, align 16, x1
 float16 D=96, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 96/96, align 16, x1
-float16 D=112, forward_wgmma, 192x80x2/512, grid 1408, 146432 B, batch 0:4, D 128/128, align 16, x1
-float16 D=160, forward_wgmma, 128x112x2/384, grid 2048, 231424 B, batch 0:4, D 192/192, align 16, x1
-float16 D=192, forward_wgmma, 128x112x2/384, grid 2048, 231424 B, batch 0:4, D 192/192, align 16, x1
+float16 D=112, forward_wgmma, 128x128x2w/384, grid 132, 209920 B, batch 0:4, D 128/128, align 16, x1
+float16 D=160, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
+float16 D=192, forward_wgmma, 128x96x2w/384, grid 132, 215040 B, batch 0:4, D 192/192, align 16, x1
 float16 D=64 on 70, forward_wmma, 128x64/256, grid 2048, 74432 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 75, forward_wmma, 128x32/256, grid 2048, 48832 B, batch 0:4, D 64/64, align 16, x1
 float16 D=64 on 80, forward_mma, 128x64x2/128, grid 2048, 62432 B, batch 0:4, D 64/64, align 16, x2
@@ -215,8 +215,8 @@ no keys, forward_wgmma, 64x64x2/128, grid 8, 47104 B, batch 0:2, D 64/64, align 
 no batch, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:0, D 64/64, align 16, x4
 no heads, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
 (B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 47104 B, batch 0:4, D 64/64, align 16, x4
-three batch axes, forward_wgmma, 64x64x2/128, grid 240, 47104 B, batch 0:2 1:3 2:5, D 64/64, align 16, x4
-batch of q broadcast, forward_wgmma, 64x64x2/128, grid 72, 47104 B, batch 0:9, D 64/64, align 16, x4
+three batch axes, forward_wgmma, 64x128x2/256, grid 240, 79872 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
+batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 79872 B, batch 0:9, D 64/64, align 16, x2
 six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
 unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
 unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
@@ -654,7 +654,7 @@ def test_heads_of_a_group_share_a_tile_when_queries_are_few(group: int) -> None:
     few = make_plan(dense(gpu((2, 2 * group, 3, 64)), kv), H200, AUTOMATIC)
     assert few.packed_heads == few.group_size == group
     assert few.num_blocks == 2 * 2 * -(-3 * group // few.tile.block_m) * few.num_splits
-    many = make_plan(dense(gpu((2, 2 * group, 5000, 64)), kv), H200, AUTOMATIC)
+    many = make_plan(dense(gpu((2, 2 * group, 5000, 64)), kv), H200, Settings("", "64x64x2", False))
     assert (many.packed_heads, many.group_size) == (1, group)
     assert many.num_blocks == 2 * 2 * group * -(-5000 // many.tile.block_m) * many.num_splits
 

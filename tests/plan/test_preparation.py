@@ -142,7 +142,7 @@ def test_it_is_launched_first_with_the_same_arguments(monkeypatch: pytest.Monkey
 
     def kernel_function(program: Any, device_id: int) -> Any:
         def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
-            (by_value,) = arguments
+            by_value, _ = arguments
             pointers = list((ctypes.c_uint64 * 18).from_address(by_value.ptr))
             rest = bytes((ctypes.c_char * 1000).from_address(by_value.ptr + 18 * 8))
             launched.append((program.kernel, grid, pointers, rest))

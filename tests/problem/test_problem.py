@@ -59,6 +59,7 @@ def test_dense_defaults() -> None:
             page_table=False,
             input_alignment=4,
             result_alignment=4,
+            keys_are_tiles=False,
         ),
         batch=(2,),
         num_heads_q=4,
@@ -79,7 +80,7 @@ def test_dense_defaults() -> None:
 def test_varlen_defaults() -> None:
     defaults = dense()
     assert varlen() == defaults._replace(
-        traits=defaults.traits._replace(op="attention_varlen"),
+        traits=defaults.traits._replace(op="attention_varlen", keys_are_tiles=True),
         batch=(3,),
         seqlen_q=9,
         seqlen_k=11,
