@@ -164,11 +164,11 @@ class Packer:
         A problem of the same kind, and a plan by which as many query heads share a tile, the same leading axes are
         walked, and keys are split or not.
     make_map
-        Makes a map of tiles, as `tile_map` does.
+        Makes a map of tiles, `tile_map` if it is None.
     """
 
-    def __init__(self, like: Problem, plan: Plan, make_map: Callable[[int, int, int], bytes] = tile_map) -> None:
-        self._make_map = make_map
+    def __init__(self, like: Problem, plan: Plan, make_map: Callable[[int, int, int], bytes] | None = None) -> None:
+        self._make_map = make_map or tile_map
         traits, dtypes, axes, num_batch = like.traits, like.dtypes, plan.batch_axes, len(like.batch)
         self._varlen = traits.op == "attention_varlen"
         if not self._varlen:

@@ -16,10 +16,11 @@ import pytest
 
 import cuflash
 from cuflash import dense, kv_cache, log, states
+from cuflash.gpu import arguments, execute, launch, workspace
 from cuflash.gpu import compile as compile_module
-from cuflash.gpu import execute, launch, workspace
 from cuflash.gpu import states as gpu_states
 from cuflash.gpu.arguments import VALUES
+from cuflash.gpu.tensor_maps import MAP_BYTES
 from cuflash.plan.plan import make_plan
 from cuflash.plan.table import device_of
 from cuflash.problem.describe import describe_attention, describe_attention_lse
@@ -37,6 +38,7 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, execute):
         monkeypatch.setattr(module, "device_info", lambda device_id: device_of(90))
     monkeypatch.setattr(workspace, "can_overlap", lambda compute_capability: False)
+    monkeypatch.setattr(arguments, "tile_map", lambda *numbers: struct.pack("=16Q", *numbers, *(0,) * 13))
     assert "cupy" in sys.modules
 
 
@@ -62,7 +64,7 @@ def _fields(packed: bytes) -> dict[str, tuple[float, ...]]:
     for name, code in VALUES:
         found[name] = struct.unpack_from("=" + code, packed, offset)
         offset += struct.calcsize("=" + code)
-    assert offset == len(packed)
+    assert len(packed) - offset in (0, 2 * MAP_BYTES)
     return found
 
 
@@ -92,9 +94,21 @@ def test_arguments_are_those_of_the_arrays(batch: tuple[int, ...], order: str) -
         assert tiles * found.plan.num_splits == blocks
 
 
-def _pointers(arguments: tuple[Any, ...], count: int) -> list[int]:
+def test_maps_are_those_of_keys_and_values() -> None:
+    """Of their rows, features and the tile, whatever was packed before."""
+    for n, head_dim_v, order in ((3, 64, "contiguous"), (500, 64, "swapped"), (129, 32, "gaps"), (500, 128, "swapped")):
+        q, k = (_array((2, 3, heads, n, 64), np.float16, order) for heads in (8, 2))
+        v = _array((2, 3, 2, n, head_dim_v), np.float16, order)
+        found = _launch(q, k, v)
+        maps = found._parts[0][1][-2 * MAP_BYTES :]
+        for i, x in enumerate((k, v)):
+            numbers = struct.unpack_from("=3Q", maps, i * MAP_BYTES)
+            assert numbers == (x.strides[-2], x.shape[-1], found.plan.tile.block_n)
+
+
+def _pointers(by_values: tuple[Any, ...], count: int) -> list[int]:
     """First addresses in the struct that a launch passes by value."""
-    (by_value,) = arguments
+    by_value, _ = by_values
     return list((ctypes.c_uint64 * count).from_address(by_value.ptr))
 
 
@@ -107,8 +121,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     launched: list[tuple[str, tuple[int, ...], list[int]]] = []
 
     def kernel_function(program: Any, device_id: int) -> Any:
-        def function(grid: Any, block: Any, arguments: Any, shared_memory: int) -> None:
-            launched.append((program.kernel, grid, _pointers(arguments, 4 if program.kernel == "merge" else 5)))
+        def function(grid: Any, block: Any, by_values: Any, shared_memory: int) -> None:
+            launched.append((program.kernel, grid, _pointers(by_values, 4 if program.kernel == "merge" else 5)))
 
         return function
 
