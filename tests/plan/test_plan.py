@@ -203,7 +203,7 @@ D=256 Dv=64, forward_wgmma, 128x112x2w/384, grid 132, 227328 B, batch 0:4, D 256
 GQA, 1 query, forward_wgmma, 64x64x2/128, grid 256, splits 4, 88064 B, heads 4 of 4, batch 0:8, D 128/128, align 16, x2
 GQA, many, forward_wgmma, 192x80x2/512, grid 5632, 146432 B, heads 1 of 4, batch 0:8, D 128/128, align 16, x1
 MQA, 7, forward_wgmma, 128x128x2/384, grid 128, splits 8, 174080 B, heads 32 of 32, batch 0:8, D 128/128, align 16, x1
-MHA, one query, forward_wgmma, 64x64x2/128, grid 256, 88064 B, batch 0:8, D 128/128, align 16, x2
+MHA, one query, forward_decode, 16x32/128, grid 256, 44448 B, batch 0:8, D 128/128, align 16, x2
 digits, forward_scalar, 32x64/128, grid 361, splits 19, 52384 B, D 64/16, align 4, x3
 points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3/1, align 4, x4
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
