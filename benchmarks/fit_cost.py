@@ -558,7 +558,7 @@ def _candidates_of(one: Measured, device: Device) -> Iterator[tuple[Any, Walk, i
     features = spec.head_dim_bucket(traits.head_dim) + spec.head_dim_bucket(traits.head_dim_v)
     for tile, splits, time in one.times:
         blocks, split_blocks = (spec.min_blocks(some, tile, device) for some in (traits, partial_traits(traits)))
-        kind = tile, features, blocks, 1, split_blocks, spec.prepared_row(traits), spec.readers(tile)
+        kind = tile, features, blocks, 1, split_blocks, spec.prepared_row(traits)
         yield kind, walk_of(one.lengths, tile), splits, one.loss(tile, splits, time)
 
 

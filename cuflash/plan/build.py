@@ -73,7 +73,6 @@ class Build:
                 MAX_SPLITS if tile in splittable else 1,
                 self.spec.min_blocks(partial, tile, device) if tile in splittable else 0,
                 self.spec.prepared_row(traits),
-                self.spec.readers(tile),
             )
             for tile in self.tiles
         ]

@@ -101,16 +101,12 @@ def pace_of(
     most_splits: int,
     split_blocks: int,
     prepared_row: tuple[int, int] = (0, 0),
-    readers: float = 0,
 ) -> Pace:
-    """Work out the times of a tile of which a multiprocessor holds `max_blocks`, or `split_blocks` if keys are split.
-
-    `readers`: how often four warps read or copy a tile of keys; 0: all of its threads, once.
-    """
+    """Work out the times of a tile; a multiprocessor holds `max_blocks` of it, or `split_blocks` if keys are split."""
     rows, keys, threads, stages, prepared, *_ = tile
     loads, copies = keys * features, keys * features / threads
     work = cost.product * rows * loads + cost.weight * rows * keys + cost.tile
-    work += cost.load * loads * (readers or threads / 128)
+    work += cost.load * loads * threads / 128
     if not prepared:
         work += cost.prepare * loads
     latency = cost.latency + cost.latency_load * loads + cost.copy * copies

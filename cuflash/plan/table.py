@@ -72,7 +72,6 @@ from .tiles_wgmma import (
     wgmma_limits,
     wgmma_macros,
     wgmma_min_blocks,
-    wgmma_readers,
     wgmma_shared_memory,
     wgmma_tiles,
 )
@@ -140,8 +139,6 @@ class KernelSpec(NamedTuple):
     """Later rows that serve the call where the cost model expects less time of them: few queries, for one."""
     row_by_row: bool = False
     """Whether the bits of a row depend on no other row, and its first tile has splits: for `split_size`."""
-    readers: Callable[[Tile], float] = lambda tile: tile.num_threads / 128
-    """How often four warps read or copy a tile of keys."""
     takes_maps: bool = False
     """Whether it has maps of tiles of keys and values behind its struct of arguments."""
     rounds_weights: bool = False
@@ -197,7 +194,6 @@ KERNELS = (
         takes_maps=True,
         caps_by_polynomial=True,
         yields_to=("forward_mma", "forward_decode"),
-        readers=wgmma_readers,
         rounds_weights=True,
     ),
     KernelSpec(

@@ -34,11 +34,6 @@ def wgmma_macros(traits: Traits) -> Macros:
     return (("WARPGROUPS", 1),)
 
 
-def wgmma_readers(tile: Tile) -> float:
-    """Warpgroups that multiply, and one that loads, be it one of them."""
-    return tile.block_m / 64 + 1
-
-
 def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wgmma.cu."""
     panels, panels_v = (round_up(wgmma_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))

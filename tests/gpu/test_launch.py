@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from emulator.emulator import tile_map
 
 import cuflash
 from cuflash import dense, kv_cache, log, states
@@ -38,7 +39,7 @@ def _no_gpu_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (launch, execute):
         monkeypatch.setattr(module, "device_info", lambda device_id: device_of(90))
     monkeypatch.setattr(workspace, "can_overlap", lambda compute_capability: False)
-    monkeypatch.setattr(arguments, "tile_map", lambda *numbers: struct.pack("=16Q", *numbers, *(0,) * 13))
+    monkeypatch.setattr(arguments, "tile_map", tile_map)
     assert "cupy" in sys.modules
 
 

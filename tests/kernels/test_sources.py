@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from emulator.emulator import tile_map
 
 from cuflash.gpu import arguments, merge
 from cuflash.gpu.compile import (
@@ -327,7 +328,7 @@ def test_struct_is_packed_in_order() -> None:
     problem, _ = describe_attention(x, x, x, scale=0.25, window=(5, None))
     plan = make_plan(problem, device_of(90), Settings("", "", False))
     packed = arguments.pack_pointers(*range(1, len(arguments.POINTERS) + 1)) + arguments.Packer(
-        problem, plan, lambda *numbers: struct.pack("=16Q", *numbers, *(0,) * 13)
+        problem, plan, tile_map
     )(problem, plan)
     assert struct.calcsize("=" + "".join(code for _, code in arguments.FIELDS)) == arguments.ARGUMENT_BYTES
     maps = packed[arguments.ARGUMENT_BYTES :]
