@@ -49,6 +49,7 @@ struct SharedTiles {
         for (int group = 0; group < kConsumers; ++group) loaded_queries[group].init(kCopyingWarps, 4);
         keys.init(kCopyingWarps, kNumWarps), values.init(kCopyingWarps, kNumWarps);
         turns.init();
+        if constexpr (kHasRoles) fence_async_proxy();  // tensor copies find barriers as they are now
     }
     __device__ __forceinline__ QueryRows& queries(int number, int group) {
         return *reinterpret_cast<QueryRows*>(&q[number % kQueryBuffers][64 * group][0]);
