@@ -325,8 +325,8 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
         if sinks is not None:  # else the output is to the bit what it is without an lse
             divisor = closed
         if sequence.lse is not None:
-            if which is not None or sequence.alibi_slopes is not None:
-                lse = bounded_lse(total, lse, sequence.lse.dtype)
+            if which is not None or sequence.alibi_slopes is not None or sinks is not None:
+                lse = bounded_lse(lse, sequence.lse.dtype)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
     np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")
 
@@ -343,10 +343,10 @@ def close_rows(total: Array, peak: Array, sinks: Array | None) -> tuple[Array, A
     return divisor, np.where(total == 0, sinks, top + np.log(total * share + sink))
 
 
-def bounded_lse(total: Array, lse: Array, dtype: np.dtype[Any]) -> Array:
+def bounded_lse(lse: Array, dtype: np.dtype[Any]) -> Array:
     """Bring an lse into the range of its type: what is finite in float64 is no sign of a row without a key."""
     limit = np.finfo(dtype).max
-    bounded: Array = np.where((total > 0) & np.isfinite(lse), np.clip(lse, -limit, limit), lse)
+    bounded: Array = np.where(np.isfinite(lse), np.clip(lse, -limit, limit), lse)
     return bounded
 
 

@@ -127,6 +127,14 @@ def decays_of(high: Array, low: Array | None, resets: Array | None = None) -> Ar
     return lost
 
 
+def decays_of_states(high: Array, low: Array | None) -> Array:
+    """Return exp(c_i) of cumulated gates c: what is left of a state that lies before them all."""
+    left: Array = np.exp(high)
+    if low is not None:
+        left *= np.exp(low)
+    return left
+
+
 def split(c: Array, dtype: Any) -> tuple[Array, Array | None]:
     """Return cumulated gates in the dtype of the computation, and what rounding takes from them, if anything.
 

@@ -23,6 +23,7 @@ from .chunks import (
     Heads,
     cumulated,
     decays_of,
+    decays_of_states,
     inverses_of_blocks,
     make_chunks,
     of_states,
@@ -163,7 +164,7 @@ def _pass_states(tokens: Gathered, active: list[int], state: Array) -> Array:
     resets = np.exp(tokens.log_g) == 0
     high, low = cumulated(np.where(resets, 0, tokens.log_g))
     decays = decays_of(high, low, np.cumsum(resets, axis=-1) if resets.any() else None)
-    before = np.exp(high)
+    before = decays_of_states(high, low)
     before[np.logical_or.accumulate(resets, axis=-1)] = 0
     before, onward = before[..., np.newaxis], decays[..., -1, :, np.newaxis]
     scores = tokens.both @ tokens.k.swapaxes(-1, -2)
@@ -211,7 +212,7 @@ def _chunk_output(problem: GatedProblem, arrays: dict[str, Array], dtype: Any) -
         h = arrays["states"][of_states(part)][: len(sequence)][rows].astype(dtype, copy=False)
         weights = tokens.q @ tokens.k.swapaxes(-1, -2) * decays_of(high, low)
         out = tokens.q @ h
-        out *= np.exp(high)[..., np.newaxis]
+        out *= decays_of_states(high, low)[..., np.newaxis]
         out += weights @ tokens.v
         out *= problem.scale
         scatter(out, chunks, arrays["out"][of_tokens(part)])

@@ -53,5 +53,5 @@ def finish_on_host(state: State, sinks: Array | None, out: Array, lse: Array | N
     with np.errstate(all="ignore"):
         divisor, logs = cpu.close_rows(total, peak - offset, logits)
         if lse is not None:
-            np.copyto(lse, cpu.bounded_lse(total, logs, lse.dtype), casting="same_kind")
+            np.copyto(lse, cpu.bounded_lse(logs, lse.dtype), casting="same_kind")
         np.divide(state.out, divisor[..., np.newaxis], out=out, casting="same_kind")

@@ -223,7 +223,8 @@ def parse_flag(name: str, flag: Any) -> bool:
 def _real(name: str, x: Any, hint: str) -> float:
     is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
     if not is_number or isinstance(x, (bool, np.bool_)):
-        more = "; pass float(x), which waits for a GPU" if getattr(x, "shape", None) == () else ""
+        is_array = getattr(x, "shape", None) == () and not isinstance(x, np.generic)
+        more = "; pass float(x), which waits for a GPU" if is_array else ""
         raise TypeError(f"{name} is {brief(x)}, expected a finite real number{hint}{more}")
     try:
         value = float(x)

@@ -196,7 +196,7 @@ OUR_NAMES = {
     "kv_page_indices": _PAGED,
     "kv_page_indptr": _PAGED,
     "learnable_sink": "sinks",
-    "local_window_size": "window=(left, right), query_offset=0; an int w is (w, w)",
+    "local_window_size": "window=(left, right), query_offset=0 (or causal='top_left'); an int w is (w, w)",
     "logit_cap": "softcap",
     "logits_soft_cap": "softcap",
     "max_k": "max_seqlen_k, which attention_varlen takes",

@@ -91,6 +91,19 @@ def test_a_row_without_keys_is_0_whatever_the_sink(sink: float, dtype: Any) -> N
 
 
 @dtypes
+@pytest.mark.parametrize("sink", [1e300, -1e300])
+def test_a_finite_sink_has_a_finite_lse(sink: float, dtype: Any) -> None:
+    q, k, v = _draw(dtype, 2, 30, 8)
+    options: dict[str, Any] = {"sinks": np.full(2, sink), "causal": True, "query_offset": -12, "return_lse": True}
+    out, lse = cuflash.attention(q, k, v, **options)
+    bounded = np.clip(sink, np.finfo(lse.dtype).min, np.finfo(lse.dtype).max)
+    np.testing.assert_array_equal(lse[:, :12] if sink < 0 else lse, bounded)
+    out_with_slopes, lse_with_slopes = cuflash.attention(q, k, v, alibi_slopes=np.zeros(2), **options)
+    np.testing.assert_array_equal(lse, lse_with_slopes)
+    np.testing.assert_array_equal(out, out_with_slopes)
+
+
+@dtypes
 def test_a_sink_far_above_the_logits(dtype: Any) -> None:
     q, k, v = _draw(dtype, 1, 20, 8)
     v = np.full_like(v, 1e30 if dtype.itemsize > 2 or dtype == BFLOAT16 else 6e4)

@@ -199,6 +199,20 @@ def test_decays(kind: str, dtype: Any) -> None:
         _check_recurrent(arrays)
 
 
+@pytest.mark.parametrize("chunk_size", [16, 64, 128])
+def test_a_state_keeps_small_decays_behind_a_strong_one(chunk_size: int) -> None:
+    arrays = draw((1, 128, 1, 2, 16, 16), np.dtype(np.float32))
+    arrays["beta"][:] = 0  # nothing but the decay
+    arrays["log_g"] = np.full_like(arrays["log_g"], -9e-7)  # less than half of what float32 tells apart beside 16
+    arrays["log_g"][:, 0] = -16
+    tokens, state = [arrays[name] for name in TOKENS], arrays["initial_state"]
+    _, final = cuflash.chunk_gated_delta_rule(
+        *tokens, initial_state=state, output_final_state=True, chunk_size=chunk_size
+    )
+    left = np.exp(arrays["log_g"].astype(np.float64).sum(1))[..., np.newaxis, np.newaxis]
+    np.testing.assert_allclose(final, state * left, rtol=2e-6)
+
+
 def test_reset_forgets_exactly() -> None:
     arrays = draw((1, 100, 1, 2, 16, 16), np.dtype(np.float32))
     arrays["log_g"][:, 30] = -np.inf
@@ -362,6 +376,13 @@ def test_output_of_gates_in_float64_that_have_decayed_far() -> None:
     arrays = draw_output([0, 40, 75], np.float32)
     gates = arrays["log_g_cumsum"].astype(np.float64)
     gates[5:40] -= 3000.1
+    _check_output(arrays | {"log_g_cumsum": gates})
+
+
+def test_output_keeps_the_digits_of_gates_in_float64() -> None:
+    arrays = draw_output([0, 40, 75], np.float32)
+    arrays["v"][:] = 0  # nothing but what states give
+    gates = np.full(arrays["log_g_cumsum"].shape, -80 - 3.5e-6)  # nearly half of what float32 tells apart there
     _check_output(arrays | {"log_g_cumsum": gates})
 
 

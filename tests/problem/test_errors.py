@@ -713,6 +713,15 @@ VARLEN = [
     bad("query_offset", TypeError, ("query_offset", "attention takes it"), given(query_offset=0)),
 ]
 
+
+def test_numbers_of_numpy_are_on_no_gpu() -> None:
+    q = np.zeros((1, 2, 3, 4), np.float32)
+    for name, value in (("scale", np.True_), ("softcap", np.datetime64("2026-01-01"))):
+        with pytest.raises(TypeError, match=f"{name} is") as error:
+            cuflash.attention(q, q, q, **{name: value})
+        assert "GPU" not in str(error.value)
+
+
 OTHER_NAMES = {
     "attn_bias": "cuflash calls it bias",
     "attention_chunk": "cuflash has no chunked attention",
@@ -725,7 +734,7 @@ OTHER_NAMES = {
     "enable_gqa": "k and v may always have fewer heads than q, leave it out",
     "is_causal": "cuflash calls it causal (",
     "key_padding_mask": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)): ~key_padding_mask[",
-    "local_window_size": "cuflash calls it window=(left, right), query_offset=0; an int w is (w, w)",
+    "local_window_size": "cuflash calls it window=(left, right), query_offset=0 (or causal='top_left'); an int w is (w, w)",
     "seq_lens": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)); attention_with_kv_cache takes",
     "logits_soft_cap": "cuflash calls it softcap",
     "num_splits": "cuflash splits the keys where that helps, leave it out",

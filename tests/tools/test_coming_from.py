@@ -83,6 +83,8 @@ def test_jax_dot_product_attention() -> None:
     assert same(theirs(is_causal=True), ours(causal="top_left")) and not same(theirs(is_causal=True), ours(causal=True))
     assert same(theirs(local_window_size=(2, 1)), ours(window=(2, 1), query_offset=0))
     assert same(theirs(local_window_size=2), ours(window=(2, 2), query_offset=0))
+    both = theirs(local_window_size=(2, 1), is_causal=True)
+    assert same(both, ours(window=(2, 1), causal="top_left"))
     assert same(theirs(mask=MASK), ours(mask=MASK))
     assert same(theirs(bias=BIAS[None, None], scale=0.3), ours(bias=BIAS, scale=0.3))
     lengths = np.array([3, 5], np.int32)
