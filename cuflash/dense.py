@@ -215,7 +215,7 @@ def attention(
 @overload
 def attention_lse(
     q: NDArray[Any], k: AnyArray, *, out: None = None, **options: Unpack[DenseOptions],
-) -> NDArray[np.floating[Any]]: ...
+) -> NDArray[Any]: ...
 @overload
 def attention_lse(
     q: NDArray[Any], k: AnyArray, *, out: NumpyArray, **options: Unpack[DenseOptions],

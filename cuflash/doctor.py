@@ -152,9 +152,10 @@ def _verdict(gpus: _Gpus, failed: list[str]) -> str:
 def _show_config(gpus: _Gpus) -> None:
     from . import __version__
 
-    print(
-        f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {platform.platform()}"
-    )
+    # Not platform.platform(), which starts a program.
+    machine = platform.system(), platform.release(), platform.machine(), *platform.libc_ver()
+    system = "-".join(filter(None, machine))
+    print(f"cuflash {__version__}, sources {source_digest()}, Python {platform.python_version()} on {system}")
     print(f"numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}, CPU back end with {num_threads()} threads")
     for line in gpus.lines:
         print(line)

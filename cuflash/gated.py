@@ -16,7 +16,6 @@ from .problem.hints import check_options, explains_unknown_options
 from .problem.signatures import Real
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
     from .problem.signatures import AnyArray, GatedOptions, NumpyArray, Pair, Unpack, WithoutState
@@ -149,12 +148,12 @@ def chunk_gated_delta_rule(
 def chunk_gated_delta_rule(
     q: NumpyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
     *, output_final_state: Literal[True], **options: Unpack[GatedOptions],
-) -> tuple[NumpyArray, NDArray[np.floating[Any]]]: ...
+) -> tuple[NumpyArray, NDArray[Any]]: ...
 @overload
 def chunk_gated_delta_rule(
     q: NumpyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,
     *, output_final_state: bool, **options: Unpack[GatedOptions],
-) -> NumpyArray | WithoutState | tuple[NumpyArray, NDArray[np.floating[Any]]]: ...
+) -> NumpyArray | WithoutState | tuple[NumpyArray, NDArray[Any]]: ...
 @overload
 def chunk_gated_delta_rule(
     q: AnyArray, k: AnyArray, v: AnyArray, log_g: AnyArray, beta: AnyArray,

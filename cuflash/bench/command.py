@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from ..cpu.execute import check_settings
 from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
+from ..outputs import check_file, check_picture
 from ..plan.names import kernel_names
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import FLOAT_NAMES
@@ -195,10 +196,16 @@ def check_outputs(arguments: argparse.Namespace) -> None:
     """Raise ValueError for files that could not be written when everything is measured."""
     for name in ("json", "markdown", "plot"):
         path = getattr(arguments, name)
-        if path is not None and not path.resolve().parent.is_dir():
+        if path is None:
+            continue
+        if not path.resolve().parent.is_dir():
             raise ValueError(f"--{name} {path}: there is no folder {path.resolve().parent}")
-    if arguments.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'cuflash[examples]'")
+        if name == "plot" and importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot needs matplotlib: pip install matplotlib")
+        try:
+            (check_picture if name == "plot" else check_file)(path)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--{name} {path}: {error}") from None
 
 
 def run(

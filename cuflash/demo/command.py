@@ -9,22 +9,10 @@ from types import ModuleType
 from ..dense import attention
 from ..explain import explain
 from ..gpu.installed import choose_backend
+from ..outputs import check_picture
 from . import digits
 from .digits import Digits, Reading
 from .pictures import draw_hardest
-
-
-def check_output(path: Path) -> None:
-    """Raise OSError or ValueError if a picture cannot be saved there, without leaving a file."""
-    from matplotlib.figure import Figure
-
-    formats = Figure().canvas.get_supported_filetypes()
-    if path.suffix and path.suffix[1:].lower() not in formats:
-        raise ValueError(f"no picture has the suffix {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
-    is_new = not path.exists()
-    path.open("ab").close()
-    if is_new:
-        path.unlink()
 
 
 def report(xp: ModuleType, training: Digits, held_out: Digits) -> tuple[bool, Reading, float]:
@@ -68,10 +56,10 @@ def main(args: list[str]) -> int:
         import matplotlib  # noqa: F401
         import sklearn  # noqa: F401
     except ImportError as error:
-        print(f"The demo needs {error.name}: pip install 'cuflash[examples]'")
+        print(f"The demo needs {error.name}: pip install matplotlib scikit-learn")
         return 2
     try:
-        check_output(Path(chosen.output))
+        check_picture(Path(chosen.output))
     except (OSError, ValueError) as error:
         print(f"--output {chosen.output}: {error}")
         return 2

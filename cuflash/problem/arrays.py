@@ -306,8 +306,9 @@ def share_memory(a: ArrayInfo, b: ArrayInfo) -> bool:
     b_low, b_high = extent(b.pointer, b.shape, b.strides, ITEMSIZE[b.dtype])
     if a_high <= b_low or b_high <= a_low:
         return False
+    most: Any = 100_000  # NumPy's types know no limit but 0 and 1
     try:
-        return np.shares_memory(_addresses(a), _addresses(b), max_work=100_000)  # type: ignore[arg-type]
+        return np.shares_memory(_addresses(a), _addresses(b), max_work=most)
     except np.exceptions.TooHardError:
         return True
 

@@ -25,24 +25,52 @@ class Pages:
         Pages of each slot, behind them -1.
     held : list of int
         How many each slot has.
-    users : ndarray of int32, shape (num_pages,)
-        How many slots have a page.
-    free : list of int
-        Pages that no slot has.
 
     Notes
     -----
-    What changes does so in an order in which an interrupt, between any two steps, loses a page at worst: none is free
-    and in use, or thought to be used by fewer than use it.
+    What slots have, `table` and `held`, is the truth. Where an interrupt came between two steps of a change, users and
+    free pages are counted anew before they are asked for again.
     """
 
     def __init__(self, num_slots: int, most: int, num_pages: int, size: int) -> None:
         self.size = size
         self.table = np.full((num_slots, most), -1, np.int32)
         self.held = [0] * num_slots
-        self.users = np.zeros(num_pages, np.int32)
-        self.free = list(range(num_pages))[::-1]
+        self._users = np.zeros(num_pages, np.int32)
+        self._free = list(range(num_pages))[::-1]
+        self._are_counted = True
         self._changed: list[tuple[int, int, int]] = []
+
+    @property
+    def users(self) -> np.ndarray:
+        """How many slots have each page."""
+        self._count()
+        return self._users
+
+    @property
+    def free(self) -> list[int]:
+        """Pages that no slot has, the next one to take last."""
+        self._count()
+        return self._free
+
+    def _count(self) -> None:
+        """Count users and free pages anew, if a change did not come to its end."""
+        if self._are_counted:
+            return
+        users = np.zeros_like(self._users)
+        for slot, count in enumerate(self.held):
+            self.table[slot, count:] = -1
+            users[self.table[slot, :count]] += 1  # those of one slot are different
+        self._users, self._free = users, np.flatnonzero(users == 0)[::-1].tolist()
+        self._changed += [(slot, 0, self.table.shape[1]) for slot in range(len(self.held))]
+        self._are_counted = True
+
+    def _begin_change(self, slot: int, begin: int, end: int) -> tuple[np.ndarray, list[int]]:
+        """Note which places of a slot change; return users and free pages, which are to change, too."""
+        users, free = self.users, self.free
+        self._changed.append((slot, begin, end))
+        self._are_counted = False
+        return users, free
 
     def missing(self, numbers: Iterable[int], lengths: list[int], num_new: int) -> list[tuple[int, int, int]]:
         """List slot and place of the pages to take before keys are written, and which page was there (-1: none).
@@ -64,48 +92,53 @@ class Pages:
 
     def take(self, slot: int, place: int) -> int:
         """Give a slot a free page, behind those it has or in place of one that it shares; return its number."""
-        self._changed.append((slot, place, place + 1))
-        page, old = self.free.pop(), int(self.table[slot, place])
-        self.users[page] = 1
+        users, free = self._begin_change(slot, place, place + 1)
+        page, old = free.pop(), int(self.table[slot, place])
+        users[page] = 1
         self.table[slot, place] = page
         if place < self.held[slot]:
-            self.users[old] -= 1
+            users[old] -= 1
         else:
             self.held[slot] = place + 1
+        self._are_counted = True
         return page
 
     def put_back(self, slot: int, place: int, old: int) -> None:
         """Undo `take`, the latest one first."""
-        self._changed.append((slot, place, place + 1))
+        users, free = self._begin_change(slot, place, place + 1)
         page = int(self.table[slot, place])
         if old >= 0:
-            self.users[old] += 1
+            users[old] += 1
         else:
             self.held[slot] = place
         self.table[slot, place] = old
-        self.users[page] = 0
-        self.free.append(page)
+        users[page] = 0
+        free.append(page)
+        self._are_counted = True
 
     def share(self, source: int, target: int, count: int) -> None:
         """Give the first pages of a slot to one that has none."""
-        if count:
-            self._changed.append((target, 0, count))
+        if not count:
+            return
+        users, _ = self._begin_change(target, 0, count)
         pages = self.table[source, :count]
-        self.users[pages] += 1  # those of one slot are different
+        users[pages] += 1
         self.table[target, :count] = pages
         self.held[target] = count
+        self._are_counted = True
 
     def release(self, slot: int, kept: int) -> None:
         """Take the pages behind some from a slot; those that nobody uses then are free."""
         end = self.held[slot]
         if kept >= end:
             return
-        self._changed.append((slot, kept, end))
+        users, free = self._begin_change(slot, kept, end)
         pages = self.table[slot, kept:end].copy()
         self.held[slot] = kept
         self.table[slot, kept:end] = -1
-        self.users[pages] -= 1
-        self.free += pages[self.users[pages] == 0][::-1].tolist()
+        users[pages] -= 1
+        free += pages[users[pages] == 0][::-1].tolist()
+        self._are_counted = True
 
     def used_only_by(self, numbers: Iterable[int]) -> int:
         """Count the pages that would be free without these slots."""

@@ -468,6 +468,10 @@ def test_an_interrupt_anywhere_leaves_accounts_that_agree(operation: str, page_s
                 atol=1e-6,
             )
         assert tuple(cache.lengths) == cache.num_keys
+        cache.free()
+        if page_size is not None:
+            assert cache.num_free_pages == 9 and (cache.page_table == -1).all()
+            cache.reserve(12)
         if is_over:
             assert number > 5, "it has that many lines"
             return

@@ -734,7 +734,7 @@ OTHER_NAMES = {
     "enable_gqa": "k and v may always have fewer heads than q, leave it out",
     "is_causal": "cuflash calls it causal (",
     "key_padding_mask": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)): ~key_padding_mask[",
-    "local_window_size": "cuflash calls it window=(left, right), query_offset=0 (or causal='top_left'); an int w is (w, w)",
+    "local_window_size": "cuflash calls it window=(left, right), query_offset=0 (or causal='top_left'); an int w is",
     "seq_lens": "cuflash calls it mask (bool, True = attend, shape (B, 1, 1, Nk)); attention_with_kv_cache takes",
     "logits_soft_cap": "cuflash calls it softcap",
     "num_splits": "cuflash splits the keys where that helps, leave it out",

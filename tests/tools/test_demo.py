@@ -15,6 +15,7 @@ from scipy.special import softmax
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+from cuflash import outputs
 from cuflash.bench.device import peak_bytes
 from cuflash.demo import command, pictures
 from cuflash.demo import digits as demo
@@ -145,7 +146,7 @@ def test_names_the_extra_that_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     assert command.main([]) == 2
-    assert "cuflash[examples]" in capsys.readouterr().out
+    assert "pip install matplotlib scikit-learn" in capsys.readouterr().out
 
 
 def test_cupy_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,10 +173,10 @@ def test_output_that_cannot_be_written_fails_before_anything_is_computed(
 
 def test_checking_the_output_keeps_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "digits.png"
-    command.check_output(path)
+    outputs.check_picture(path)
     assert not path.exists()
     path.write_bytes(b"before")
-    command.check_output(path)
+    outputs.check_picture(path)
     assert path.read_bytes() == b"before"
 
 
@@ -183,4 +184,4 @@ def test_checking_the_output_keeps_what_is_there(tmp_path: Path) -> None:
 def test_output_into_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(PermissionError):
-        command.check_output(tmp_path / "digits.png")
+        outputs.check_picture(tmp_path / "digits.png")

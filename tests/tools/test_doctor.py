@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import product
 from typing import Any
 
@@ -27,6 +30,20 @@ CHECKS = len(OPERATIONS) * len(FLOAT_NAMES)
 @pytest.fixture
 def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     Machine(driver=None).set_up(monkeypatch)
+
+
+def test_no_program_is_started() -> None:
+    program = """
+import sys
+started = []
+sys.addaudithook(lambda event, _: started.append(event) if event.startswith(("subprocess", "os.")) else None)
+import cuflash
+cuflash.show_config()
+programs = {"subprocess.Popen", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}
+assert not programs & set(started), started
+"""
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # what CuPy does is not ours
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, env=environment)
 
 
 def test_show_config(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

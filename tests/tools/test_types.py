@@ -106,6 +106,13 @@ def alone(q: Array, h: NDArray[np.float16]) -> float:
     return float(lse.sum() + into.max())
 
 
+def wide(q: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    lse: NDArray[np.float64] = attention_lse(q, q)
+    tokens, gates = q[:, :, :, None], q
+    assert lse.shape == gates.shape
+    return chunk_gated_delta_rule(tokens, tokens, tokens, gates, gates, output_final_state=True)
+
+
 def merged(q: Array) -> Array:
     parts = [attention(q, q[:, s], q[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 9))]
     out, lse = merge_attention_states(*zip(*parts))
