@@ -29,7 +29,7 @@ class Pages:
     Notes
     -----
     What slots have, `table` and `held`, is the truth. Where an interrupt came between two steps of a change, users and
-    free pages are counted anew before they are asked for again.
+    free pages are counted by it. To look at them changes nothing, as a signal's handler may in the middle of a change.
     """
 
     def __init__(self, num_slots: int, most: int, num_pages: int, size: int) -> None:
@@ -44,33 +44,30 @@ class Pages:
     @property
     def users(self) -> np.ndarray:
         """How many slots have each page."""
-        self._count()
-        return self._users
+        return self._users if self._are_counted else self._count()[0]
 
     @property
     def free(self) -> list[int]:
         """Pages that no slot has, the next one to take last."""
-        self._count()
-        return self._free
+        return self._free if self._are_counted else self._count()[1]
 
-    def _count(self) -> None:
-        """Count users and free pages anew, if a change did not come to its end."""
-        if self._are_counted:
-            return
+    def _count(self) -> tuple[np.ndarray, list[int]]:
+        """Count users and list free pages by what slots have."""
         users = np.zeros_like(self._users)
         for slot, count in enumerate(self.held):
-            self.table[slot, count:] = -1
             users[self.table[slot, :count]] += 1  # those of one slot are different
-        self._users, self._free = users, np.flatnonzero(users == 0)[::-1].tolist()
-        self._changed += [(slot, 0, self.table.shape[1]) for slot in range(len(self.held))]
-        self._are_counted = True
+        return users, np.flatnonzero(users == 0)[::-1].tolist()
 
     def _begin_change(self, slot: int, begin: int, end: int) -> tuple[np.ndarray, list[int]]:
         """Note which places of a slot change; return users and free pages, which are to change, too."""
-        users, free = self.users, self.free
+        if not self._are_counted:
+            self._users, self._free = self._count()
+            for other, count in enumerate(self.held):
+                self._changed.append((other, count, self.table.shape[1]))
+                self.table[other, count:] = -1
         self._changed.append((slot, begin, end))
         self._are_counted = False
-        return users, free
+        return self._users, self._free
 
     def missing(self, numbers: Iterable[int], lengths: list[int], num_new: int) -> list[tuple[int, int, int]]:
         """List slot and place of the pages to take before keys are written, and which page was there (-1: none).
@@ -130,7 +127,8 @@ class Pages:
     def release(self, slot: int, kept: int) -> None:
         """Take the pages behind some from a slot; those that nobody uses then are free."""
         end = self.held[slot]
-        if kept >= end:
+        kept = min(kept, end)
+        if kept == end and self._are_counted:
             return
         users, free = self._begin_change(slot, kept, end)
         pages = self.table[slot, kept:end].copy()

@@ -398,28 +398,37 @@ def test_dtypes(dtype: Any) -> None:
     assert cache.keys[0].shape == (2, 1, 2, 8) and len(cache.keys) == 1
 
 
-def _interrupted(function: Any, number: int) -> bool:
-    """Call a function, with an interrupt in front of the so many-th line of the accounts; False if there are fewer."""
-    files, lines = (cache_memory.__file__, pages.__file__), 0
+def _call_with(handler: Any, function: Any) -> None:
+    """Call a function, and a handler in front of each line of the accounts."""
+    files = cache_memory.__file__, pages.__file__
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal lines
         if frame.f_code.co_filename not in files:
             return None
         if event == "line":
-            lines += 1
-            if lines == number:
-                raise KeyboardInterrupt
+            handler()
         return trace
 
     before = sys.gettrace()
     sys.settrace(trace)
     try:
         function()
-    except KeyboardInterrupt:
-        return True
     finally:
         sys.settrace(before)
+
+
+def _interrupted(function: Any, number: int) -> bool:
+    """Call a function, with an interrupt in front of the so many-th line of the accounts; False if there are fewer."""
+    lines = iter(range(1, number))
+
+    def handler() -> None:
+        if next(lines, None) is None:
+            raise KeyboardInterrupt
+
+    try:
+        _call_with(handler, function)
+    except KeyboardInterrupt:
+        return True
     return False
 
 
@@ -476,3 +485,20 @@ def test_an_interrupt_anywhere_leaves_accounts_that_agree(operation: str, page_s
             assert number > 5, "it has that many lines"
             return
     raise AssertionError("it does not end")
+
+
+def test_a_signal_handler_may_look_at_a_cache() -> None:
+    caches = [cuflash.KVCache(3, 1, 8, capacity=12, page_size=4, num_pages=6) for _ in range(2)]
+    for cache, look in zip(caches, (lambda: None, lambda: (repr(caches[1]), caches[1].num_free_pages)), strict=True):
+        for change in (
+            partial(cache.reserve, 6, 0),
+            partial(cache.advance, 6, 0),
+            partial(cache.fork, 0, [1, 2]),
+            partial(cache.reserve, 4, 1),
+            partial(cache.truncate, 3, 2),
+            partial(cache.free, 0),
+        ):
+            _call_with(look, change)
+    mine, looked_at = caches
+    assert repr(mine) == repr(looked_at)
+    np.testing.assert_array_equal(mine.page_table, looked_at.page_table)
