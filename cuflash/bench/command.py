@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 from ..cpu.execute import check_settings
 from ..gpu.installed import choose_backend, gpu_available
 from ..options import options
-from ..outputs import check_file, check_picture
 from ..plan.names import kernel_names
 from ..plan.table import CPU_KERNEL
 from ..problem.arrays import FLOAT_NAMES
@@ -39,6 +38,7 @@ from .device import GpuBackend, NumpyBackend, measure_limits
 from .gated import GatedCase
 from .inputs import AnyCase, stand_ins
 from .measure import Peer, Request, chosen, compile_ahead, measure
+from .outputs import check_file, check_picture
 from .overheads import SmallCalls, overheads
 
 QUICK_SECONDS = 20.0

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from types import ModuleType
 
+from ..bench.outputs import check_picture
 from ..dense import attention
 from ..explain import explain
 from ..gpu.installed import choose_backend
-from ..outputs import check_picture
 from . import digits
 from .digits import Digits, Reading
 from .pictures import draw_hardest

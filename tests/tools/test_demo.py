@@ -15,7 +15,7 @@ from scipy.special import softmax
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
-from cuflash import outputs
+from cuflash.bench import outputs
 from cuflash.bench.device import peak_bytes
 from cuflash.demo import command, pictures
 from cuflash.demo import digits as demo
