@@ -129,10 +129,10 @@ class CacheMemory:
     def give_back(self, planned: list[tuple[int, int, int]]) -> None:
         """Undo what `reserve` did just before."""
         if self.pages is not None and planned:
+            self._forget()
             for slot, place, old in reversed(planned):
                 self.pages.put_back(slot, place, old)
             self._upload()
-            self._forget()
 
     def view(self, numbers: Numbers) -> tuple[Any, Any]:
         """Lengths and page table of slots, on the device."""

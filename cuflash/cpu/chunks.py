@@ -114,7 +114,7 @@ def cumulated(log_g: Array) -> tuple[Array, Array]:
     return high, np.cumsum((before - (high - step)) + (log_g - step), axis=-1)
 
 
-def decays_of(high: Array, low: Array | None, resets: Array | None = None) -> Array:
+def decays_of(high: Array, low: Array | None = None, resets: Array | None = None) -> Array:
     """Return exp(c_i - c_j) for j <= i, else 0, of cumulated gates c; 0 if more resets lie before i than before j."""
     lost: Array = high[..., :, np.newaxis] - high[..., np.newaxis, :]
     if low is not None:
@@ -125,24 +125,6 @@ def decays_of(high: Array, low: Array | None, resets: Array | None = None) -> Ar
         np.copyto(lost, -np.inf, where=resets[..., :, np.newaxis] != resets[..., np.newaxis, :])
     np.exp(lost, out=lost)
     return lost
-
-
-def decays_of_states(high: Array, low: Array | None) -> Array:
-    """Return exp(c_i) of cumulated gates c: what is left of a state that lies before them all."""
-    left: Array = np.exp(high)
-    if low is not None:
-        left *= np.exp(low)
-    return left
-
-
-def split(c: Array, dtype: Any) -> tuple[Array, Array | None]:
-    """Return cumulated gates in the dtype of the computation, and what rounding takes from them, if anything.
-
-    -inf becomes the lowest number: the difference of two of them is 0, and that to all others decays to 0.
-    """
-    c = np.maximum(c, np.finfo(dtype).min)
-    high = c.astype(dtype, copy=False)
-    return high, None if high is c else (c - high).astype(dtype)
 
 
 def inverses_of_blocks(a: Array) -> Array:

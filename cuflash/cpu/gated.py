@@ -23,7 +23,6 @@ from .chunks import (
     Heads,
     cumulated,
     decays_of,
-    decays_of_states,
     inverses_of_blocks,
     make_chunks,
     of_states,
@@ -32,7 +31,6 @@ from .chunks import (
     sequences_of,
     size_of_chunks,
     solve,
-    split,
 )
 from .execute import allocate, announce
 from .threads import run_on_threads
@@ -164,7 +162,7 @@ def _pass_states(tokens: Gathered, active: list[int], state: Array) -> Array:
     resets = np.exp(tokens.log_g) == 0
     high, low = cumulated(np.where(resets, 0, tokens.log_g))
     decays = decays_of(high, low, np.cumsum(resets, axis=-1) if resets.any() else None)
-    before = decays_of_states(high, low)
+    before = np.exp(high) * np.exp(low)
     before[np.logical_or.accumulate(resets, axis=-1)] = 0
     before, onward = before[..., np.newaxis], decays[..., -1, :, np.newaxis]
     scores = tokens.both @ tokens.k.swapaxes(-1, -2)
@@ -208,11 +206,11 @@ def _chunk_output(problem: GatedProblem, arrays: dict[str, Array], dtype: Any) -
     def work(rows: slice, part: Heads) -> None:
         chunks = make_chunks(batch[sequence[rows]], start[rows], end[rows], size)
         tokens = Gathered(arrays, part, chunks, dtype, gates)
-        high, low = split(tokens.log_g, dtype)
+        c = np.maximum(tokens.log_g, np.finfo(gates).min)  # where two are -inf, their difference is 0
         h = arrays["states"][of_states(part)][: len(sequence)][rows].astype(dtype, copy=False)
-        weights = tokens.q @ tokens.k.swapaxes(-1, -2) * decays_of(high, low)
+        weights = tokens.q @ tokens.k.swapaxes(-1, -2) * decays_of(c).astype(dtype, copy=False)
         out = tokens.q @ h
-        out *= decays_of_states(high, low)[..., np.newaxis]
+        out *= np.exp(c).astype(dtype, copy=False)[..., np.newaxis]
         out += weights @ tokens.v
         out *= problem.scale
         scatter(out, chunks, arrays["out"][of_tokens(part)])

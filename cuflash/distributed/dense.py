@@ -172,7 +172,11 @@ def attention(
             raise  # there is no way to them
         error = raised
     if link is None:
-        link, _ = _link(comm, timeout)
+        try:
+            link, _ = _link(comm, timeout)
+        except Exception as failed:
+            assert error is not None, "it was interrupted"
+            raise error from failed
     with _aborted_by_errors(link) as known_to_all:
         records = link.gather(record_of(call, error))
         try:

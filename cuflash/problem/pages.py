@@ -79,8 +79,9 @@ class Pages:
         for slot in numbers if num_new else ():
             begin, end = lengths[slot] // self.size, -(-(lengths[slot] + num_new) // self.size)
             for place in range(begin, end):
-                page = int(self.table[slot, place])
+                page = -1
                 if place < self.held[slot]:
+                    page = int(self.table[slot, place])
                     if self.users[page] - left.get(page, 0) == 1:
                         continue
                     left[page] = left.get(page, 0) + 1

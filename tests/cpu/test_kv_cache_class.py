@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from itertools import product
 from types import ModuleType
@@ -502,3 +502,37 @@ def test_a_signal_handler_may_look_at_a_cache() -> None:
     mine, looked_at = caches
     assert repr(mine) == repr(looked_at)
     np.testing.assert_array_equal(mine.page_table, looked_at.page_table)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_refused_call_after_an_interrupt_spoils_nothing(is_shared: bool) -> None:
+    """Whatever was interrupted: a call, or the giving back of what a refused one had reserved."""
+    q, k, v = np.random.default_rng(7).standard_normal((3, 1, 1, 4, 8))
+    new = slice(0, 1)
+    for number in range(1, 500):
+        cache = cuflash.KVCache(2, 1, 8, capacity=8, page_size=4, dtype=np.float64)
+        cache.attention(q, k, v, slots=0)
+        cache.advance(4, 0)
+        if is_shared:
+            cache.fork(0, 1)
+            cache.truncate(2, 1)
+        held = cache.num_keys[1]
+        refused = partial(cache.attention, q[:, :, new], k[:, :, new], v[:, :, new], slots=1, scale="x")
+        is_over = True
+        with suppress(TypeError):
+            is_over = not _interrupted(refused, number)
+        with pytest.raises(TypeError, match="scale"):
+            refused()
+        cache.attention(q[:, :, new], -k[:, :, new], -v[:, :, new], slots=1)
+        cache.advance(1, 1)
+        np.testing.assert_allclose(cache.attention(q, slots=0), cuflash.attention(q, k, v, causal=True))
+        keys, values = (np.concatenate([x[:, :, :held], -x[:, :, new]], axis=2) for x in (k, v))
+        np.testing.assert_allclose(
+            cache.attention(q[:, :, new], slots=1), cuflash.attention(q[:, :, new], keys, values, causal=True)
+        )
+        cache.free()
+        assert cache.num_free_pages == 4
+        if is_over:
+            assert number > 5, "it has that many lines"
+            return
+    raise AssertionError("it does not end")

@@ -362,6 +362,19 @@ def test_others_hear_of_an_interrupt_in_front_of_the_records(place: str, monkeyp
     assert link.errors if place == "record_of" else "KeyboardInterrupt" in link.record()
 
 
+def test_an_interrupt_is_raised_where_others_cannot_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors: list[BaseException] = [RuntimeError("ranks did not come"), KeyboardInterrupt()]
+
+    def fails(*arguments: Any) -> NoReturn:
+        raise errors.pop()
+
+    monkeypatch.setattr(dense, "_link", fails)
+    x = np.ones((2, 3, 8))
+    with pytest.raises(KeyboardInterrupt):
+        distributed.attention(x, x, x, Told())
+    assert not errors
+
+
 def test_no_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     x = np.ones((2, 3, 8))
