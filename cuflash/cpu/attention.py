@@ -325,8 +325,7 @@ def _store(block: Block, result: Softmax, which: Array | None = None) -> None:
         if sinks is not None:  # else the output is to the bit what it is without an lse
             divisor = closed
         if sequence.lse is not None:
-            if which is not None or sequence.alibi_slopes is not None or sinks is not None:
-                lse = bounded_lse(lse, sequence.lse.dtype)
+            lse = bounded_lse(lse, sequence.lse.dtype)
             np.copyto(block.of_rows(sequence.lse), lse, where=where, casting="same_kind")
     np.divide(values, divisor[..., np.newaxis], out=out, where=rows, casting="same_kind")
 

@@ -713,15 +713,6 @@ VARLEN = [
     bad("query_offset", TypeError, ("query_offset", "attention takes it"), given(query_offset=0)),
 ]
 
-
-def test_numbers_of_numpy_are_on_no_gpu() -> None:
-    q = np.zeros((1, 2, 3, 4), np.float32)
-    for name, value in (("scale", np.True_), ("softcap", np.datetime64("2026-01-01"))):
-        with pytest.raises(TypeError, match=f"{name} is") as error:
-            cuflash.attention(q, q, q, **{name: value})
-        assert "GPU" not in str(error.value)
-
-
 OTHER_NAMES = {
     "attn_bias": "cuflash calls it bias",
     "attention_chunk": "cuflash has no chunked attention",
@@ -1033,6 +1024,14 @@ def test_tensor_that_is_not_on_a_gpu(how: dict[str, Any], hint: str, name: str) 
     words = f"TorchTensor that is not on a CUDA device, {ARRAY}; {hint}"
     with pytest.raises(TypeError, match=rf"{name} is a \w+\.{re.escape(words)}$"):
         attention(**{**good, name: TorchTensor(**how)})
+
+
+def test_numbers_of_numpy_are_on_no_gpu() -> None:
+    q = np.zeros((1, 2, 3, 4), np.float32)
+    for name, value in (("scale", np.True_), ("softcap", np.datetime64("2026-01-01"))):
+        with pytest.raises(TypeError, match=f"{name} is") as error:
+            cuflash.attention(q, q, q, **{name: value})
+        assert "GPU" not in str(error.value)
 
 
 @pytest.mark.parametrize("how", [how for how, _ in TORCH_HINTS if how.get("device") != "mps"], ids=str)

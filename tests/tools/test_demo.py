@@ -141,7 +141,7 @@ def test_wrong_attention_fails(
 
 
 @pytest.mark.parametrize("missing", ["sklearn", "matplotlib"])
-def test_names_the_extra_that_is_missing(
+def test_names_what_is_missing(
     missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
