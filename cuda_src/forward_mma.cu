@@ -13,8 +13,11 @@
 
 #include "common/schedule.cuh"
 #include "mma/copy_keys.cuh"
+#include "mma/logits.cuh"
+#include "mma/maxima.cuh"
 #include "mma/output.cuh"
 #include "mma/products.cuh"
+#include "mma/softmax.cuh"
 
 namespace cuflash {
 
@@ -186,7 +189,7 @@ struct InStep : Worker {
         __syncthreads();
     }
 
-    // Tile i. False when there is none left.
+    // Tile i. Always true: nothing is left to do behind the last one.
     __device__ __forceinline__ bool turn(int i) {
         const Warp warp = place_of_warp();  // in front of the barrier, which hides what addresses cost
         const bool has_next = i + 1 < walk.num_tiles;
@@ -315,7 +318,7 @@ __device__ __forceinline__ void walk_keys(const AttentionParams& params, SharedT
             if (!walker.turn(i)) break;
         } while ((++i % kTilesPerSum != 0 && i < walk.num_tiles) || (kPingPong && i == walk.num_tiles));
         // Else it would be known from where this loop began, for which a register would be taken throughout.
-        if constexpr (kFewRegisters && kPerRow) i = unknown(i);
+        if constexpr (kFewRegisters && kHasRowTerms) i = unknown(i);
         if constexpr (kHasValues) walker.end_sum(i);
     }
     walker.finish_rows();

@@ -26,17 +26,18 @@
 #ifndef CUFLASH_STAGES
 #define CUFLASH_STAGES 2
 #endif
-#ifndef CUFLASH_WALKS_ON
-#define CUFLASH_WALKS_ON 0
-#endif
 #ifndef CUFLASH_WARPGROUPS
 #define CUFLASH_WARPGROUPS 1  // the only value
 #endif
 
+#include "mma/logits.cuh"
+#include "mma/maxima.cuh"
 #include "mma/products.cuh"
+#include "mma/softmax.cuh"
 #include "ptx/overlap.cuh"
 #include "ptx/registers.cuh"
 #include "wgmma/key_source.cuh"
+#include "wgmma/store.cuh"
 
 namespace cuflash {
 
@@ -265,7 +266,7 @@ __device__ __forceinline__ void attend_all(const AttentionParams& params, Shared
         shared.placed.release_read(number);
         shared.placed.wait_until_ready(number + 1);
         if (uniform(shared.places[(number + 1) % kPlaces].is_empty())) return;
-        barrier_wait(1 + group, kGroupThreads);  // fence: else the compiler takes the warps of a warpgroup for apart
+        barrier_wait(1 + group, kGroupThreads);  // fence: else the compiler thinks that the warps have diverged
     }
 }
 

@@ -13,10 +13,6 @@
 // Every value is read once, so the time is that of memory. Of few rows it is latency: loads of the first parts begin
 // before anything is summed up, and a team has all of a row's parts on their way at once.
 
-#ifndef CUFLASH_PARTS
-#define CUFLASH_PARTS 8  // that there may be, a power of two; with 8: any number
-#endif
-
 #include "common/store.cuh"
 #include "merge/loads.cuh"
 #include "ptx/maximum.cuh"

@@ -31,8 +31,8 @@ def find(
     Parameters
     ----------
     q, k, v, others
-        The call's arrays in the order of the argument struct; None for those it has not, v too, or for all the others,
-        which may also end with the last one that there is.
+        The call's arrays in the order of the argument struct. None stands for one that the call has not (v too);
+        `others` may be None, or end with the last array that is given.
     options
         Everything else that decides the call, hashable or not.
 

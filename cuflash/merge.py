@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
-from .cpu.merge import merge_on_host
-from .gpu.merge_states import merge_on_gpu
+from .cpu.merge import merge_parts_on_host
+from .gpu.merge_parts import merge_parts_on_gpu
 from .log import DEBUG, is_enabled, log_call
 from .plan.table import CPU_KERNEL
 from .problem.arrays import HOST
@@ -110,4 +110,4 @@ def merge_attention_states(outs: Any, lses: Any) -> Any:
         shapes = {"outs": first.shape, "lses": first.shape[:-1]}
         problem = f"merge_attention_states {first.dtype}, {parts.num_parts} parts"
         log_call(problem, CPU_KERNEL if on_host else "merge", shapes)
-    return merge_on_host(parts) if on_host else merge_on_gpu(parts)
+    return merge_parts_on_host(parts) if on_host else merge_parts_on_gpu(parts)

@@ -10,7 +10,7 @@ import numpy as np
 from .cpu import states as host
 from .cpu.execute import results_for as results_on_host
 from .gpu import states as gpu
-from .problem.arrays import HOST
+from .problem.arrays import HOST, computed_dtype
 from .problem.describe import describe_attention
 from .problem.problem import Problem, result_rows
 from .problem.states import State
@@ -55,11 +55,10 @@ def attend(
 
 def empty_state(shape: tuple[int, ...], dtype: str, device: int) -> State:
     """Return memory for the state of queries with an output of that shape, computed in `dtype`."""
-    lse_dtype = "float64" if dtype == "float64" else "float32"
-    return host.empty_state(shape) if device == HOST else gpu.empty_state(shape, lse_dtype, device)
+    return host.empty_state(shape) if device == HOST else gpu.empty_state(shape, computed_dtype(dtype), device)
 
 
-def forget(state: State) -> State:
+def reset(state: State) -> State:
     """Write the state of queries that have seen nothing."""
     state.out[...], state.sums[...] = 0, 0
     state.sums[..., 0] = -np.inf
@@ -71,7 +70,7 @@ def merge(states: Sequence[State], into: State | None = None) -> State:
     first = states[0]
     if into is None:
         into = State(first.out.copy(), first.sums.copy())
-    (host.merge_on_host if isinstance(first.out, np.ndarray) else gpu.merge_on_gpu)(states, into)
+    (host.merge_states_on_host if isinstance(first.out, np.ndarray) else gpu.merge_states_on_gpu)(states, into)
     return into
 
 

@@ -87,15 +87,26 @@
 #ifndef CUFLASH_PAGED
 #define CUFLASH_PAGED 0
 #endif
+// Whether blocks go on to other tiles of rows, as many blocks as the GPU holds.
+#ifndef CUFLASH_WALKS_ON
+#define CUFLASH_WALKS_ON 0
+#endif
+// Partial results to merge: how many there may be, a power of two, and with 8 any number.
 #ifndef CUFLASH_STACKED
 #define CUFLASH_STACKED 1
+#endif
+#ifndef CUFLASH_PARTS
+#define CUFLASH_PARTS 8
+#endif
+#ifndef CUFLASH_CARRY  // what segments make of states is wanted, not outputs
+#define CUFLASH_CARRY 0
 #endif
 #ifndef CUFLASH_ALIGNMENT
 #define CUFLASH_ALIGNMENT 16
 #endif
 
-// How functions are that are too long to be copied wherever they are called. Where warps have registers as they need
-// them, there are none: the compiler would give all of them those of calls.
+// How long functions are compiled: once, but inline where warpgroups choose how many registers they have, as beside a
+// call the compiler would give all warps as many as the call takes.
 #if CUFLASH_WARPGROUPS
 #define CUFLASH_ONE_COPY __forceinline__
 #else
@@ -135,6 +146,9 @@ constexpr bool kVarlen = CUFLASH_VARLEN;
 constexpr bool kHasOffsets = CUFLASH_QUERY_OFFSET;
 constexpr bool kHasLengths = CUFLASH_SEQLENS_K;
 constexpr bool kPaged = CUFLASH_PAGED;
+constexpr bool kWalksOn = CUFLASH_WALKS_ON;
+constexpr bool kCarry = CUFLASH_CARRY;
+constexpr int kParts = CUFLASH_PARTS;
 // Partial results to merge lie one behind the other in one array; otherwise each is an array of its own.
 constexpr bool kStacked = CUFLASH_STACKED;
 // 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.

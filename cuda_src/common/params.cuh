@@ -80,7 +80,7 @@ struct AttentionParams {
 
     Divisor batch_shape;    // of the last leading axis
     Divisor group_size;     // query heads per key head
-    Divisor packed_heads;   // query heads that share a tile: 1 or group_size
+    Divisor packed_heads;   // query heads that share a tile (GQA packing): 1 or group_size
     Divisor head_tiles;     // tiles that hold one query of each head
     long long num_batches;  // of all leading axes; packed sequences: 1
     long long window_left;

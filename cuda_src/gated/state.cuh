@@ -8,11 +8,6 @@
 
 namespace cuflash {
 
-#ifndef CUFLASH_CARRY
-#define CUFLASH_CARRY 0
-#endif
-constexpr bool kCarry = CUFLASH_CARRY != 0;  // what segments make of states is wanted, not outputs
-
 using State = float[kHeadDim / 8][4];
 // Transposed as well: 16 features of v, and tokens.
 using Columns = float[kTokens / 8][4];

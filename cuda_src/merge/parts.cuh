@@ -14,7 +14,7 @@ __host__ __device__ constexpr int less_of(int a, int b) { return a < b ? a : b; 
 
 // So many lanes that each has eight loads under way, of parts and vectors, and that parts have a lane each.
 __host__ __device__ constexpr int lanes_of(int vectors) {
-    const int busy = vectors * CUFLASH_PARTS / kPartsPerTurn, least = less_of(CUFLASH_PARTS, vectors);
+    const int busy = vectors * kParts / kPartsPerTurn, least = less_of(kParts, vectors);
     return busy < least ? least : less_of(busy, 32);
 }
 

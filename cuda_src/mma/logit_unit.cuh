@@ -7,10 +7,9 @@
 namespace cuflash {
 
 constexpr bool kUsualSoftcap = kCapDegree > 1;  // tanh by one exponential is exact enough
-constexpr bool kPerRow = kHasRowTerms;          // logits need more than their scores
 // Features alone, which have a short form, see mma/logits.cuh.
-constexpr bool kPolynomialLogits = kUsualSoftcap && !kPerRow;
-constexpr bool kCapsOneByOne = kHasSoftcap && !kUsualSoftcap && !kPerRow;
+constexpr bool kPolynomialLogits = kUsualSoftcap && !kHasRowTerms;
+constexpr bool kCapsOneByOne = kHasSoftcap && !kUsualSoftcap && !kHasRowTerms;
 // Slopes alone are part of what products are added to, but where other instructions must not touch that.
 constexpr bool kShiftedLogits = kOnlySlopes && !kWarpgroups;
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void scores_to_logits(const View& view, bool at_edge,
     const LogitUnit& unit = view.unit;
     if constexpr (kPolynomialLogits) {
         measure_scores(unit, scores, logits);
-    } else if constexpr (kPerRow) {
+    } else if constexpr (kHasRowTerms) {
         if (!kShiftedLogits || unit.scaled) add_row_logits(view, logits.arrays, scores);
         else if constexpr (kFewRegisters) find_shifts(view, logits.shift);
     } else if constexpr (kCapsOneByOne) {

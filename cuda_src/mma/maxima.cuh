@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/softmax.cuh"
-#include "mma/logits.cuh"
+#include "mma/capped_scores.cuh"
 #include "ptx/subnormal.cuh"
 
 namespace cuflash {

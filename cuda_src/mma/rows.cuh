@@ -18,14 +18,14 @@ struct TileRow {
 // Looks up the warp's own rows for all warps that share them. `any_keys`: the block has some to walk through.
 __device__ __forceinline__ void look_up_rows(const AttentionParams& params, const TileMap& tile, const LogitUnit& unit,
                                              bool any_keys, TileRow* rows, const Warp& warp) {
-    // Lanes beyond the last row look up rows of others, so that no branch takes lanes for apart.
+    // Lanes beyond the last row look up rows of others, so that no branch makes lanes diverge.
     const int tile_row = OwnRows(warp).first + warp.lane % OwnRows::kCount;
     const Row row = row_at(params, tile, tile_row);
     TileRow found = {};
     // right either way: rows behind the last go nowhere
     found.visible = row.valid ? visible_keys(params, tile, row.query) : KeyRange{0, 0};
     // Rows that see no key may belong to no sequence, which has no slopes.
-    if (kPerRow && any_keys) {
+    if (kHasRowTerms && any_keys) {
         found.logit = logit_row(params, tile, tile_row);
         // What all keys of a lane share is added to hidden ones, too, up to the end of the last tile.
         const long long num_keys = tile.seqlen_k + (kShiftedLogits ? kBlockN : 0);
@@ -33,7 +33,7 @@ __device__ __forceinline__ void look_up_rows(const AttentionParams& params, cons
     }
     if (warp.lane >= OwnRows::kCount) return;
     rows[tile_row].visible = found.visible;
-    if (kPerRow) rows[tile_row].logit = found.logit;
+    if (kHasRowTerms) rows[tile_row].logit = found.logit;
 }
 
 // A warp's part of a tile of keys: its rows, and its keys from `n_begin` on.

@@ -21,14 +21,4 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned int (
     }
 }
 
-// A 16x8 and B 8x8 of float whose last 13 bits are ignored. A: rows l / 4 and + 8 (a[0], a[1]) of column l % 4; a[2]
-// and a[3] are 4 columns on. B: row l % 4 of column l / 4; b[1] is 4 rows on.
-__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const unsigned int (&a)[4],
-                                                 const unsigned int (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
 }  // namespace cuflash

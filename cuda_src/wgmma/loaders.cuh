@@ -1,4 +1,4 @@
-// The warps that load for others: keys as buffers become free, queries, and places of tiles of rows.
+// The warps that load for others (producers): keys as buffers become free, queries, and places of tiles of rows.
 #pragma once
 
 #include "wgmma/load.cuh"

@@ -1,5 +1,6 @@
-// Which tiles of rows a block works on: one, or, where there are many for each multiprocessor, one after another. The
-// next one's place is found, and its queries and keys are loaded, while the last one's rows are finished.
+// Which tiles of rows a block works on: one, or, where there are many for each multiprocessor, one after another, as
+// persistent blocks do. The next one's place is found, and its queries and keys are loaded, while the last one's rows
+// are finished.
 #pragma once
 
 #include "common/schedule.cuh"
@@ -8,15 +9,13 @@
 
 namespace cuflash {
 
-constexpr bool kWalksOn = CUFLASH_WALKS_ON;
-
 constexpr int kPlaces = kWalksOn ? 2 : 1;  // of the block's tile, and the next one
 
 // Blocks that walk on go from stop to stop: a tile each, or a pair of tiles, all alike where later rows see more keys:
 // a tile of a head, from the last one on, and one of the head behind it, from the first one on. Half 2 i is the first
 // tile of the block's i-th stop. Those of a packed sequence follow each other; nobody knows how many there are in all
-// before they are looked for. Each of their rounds begins with another block, 0.62 of them farther on, as sequences and
-// rounds may be equally long: so shares are nearly alike.
+// before they are looked for. Each of their rounds begins 0.62 of the grid farther on (the golden ratio), so that no
+// block has all long tiles where sequences and rounds are equally long.
 __device__ __forceinline__ bool map_half(const AttentionParams& params, int half, Segment& of_pair, TileMap& tile,
                                          TileKeys& keys, int& next) {
     const unsigned int round = half / 2, is_second = half % 2, first = round * gridDim.x;

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..plan.axes import merge_axes
 from ..problem.problem import Problem
 
 TILE_BYTES = 2**20
@@ -154,19 +155,7 @@ def _merged(named: dict[str, Array], lead: tuple[int, ...], group_size: int) -> 
 @lru_cache(maxsize=1024)
 def merged_axes(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
     """Lengths of the fewest axes by which all arrays with these strides can be walked, at least one."""
-    lengths, inner = [1], 0
-    for axis in range(len(shape) - 1, -1, -1):
-        length = shape[axis]
-        if length == 1:
-            continue
-        if lengths[-1] == 1:
-            lengths[-1], inner = length, axis
-        elif all(steps[axis] == steps[inner] * lengths[-1] for steps in strides):
-            lengths[-1] *= length
-        else:
-            lengths.append(length)
-            inner = axis
-    return tuple(reversed(lengths))
+    return tuple(length for _, length in merge_axes(shape, strides)) or (1,)
 
 
 def parts_of(problem: Problem, sequence: Sequence, num_sequences: int) -> tuple[Part, ...]:

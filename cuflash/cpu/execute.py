@@ -26,7 +26,7 @@ _calls: dict[Any, HostCall] = {}
 
 
 class HostCall:
-    """A checked call of `attention`, ready for other arrays of the same shapes, strides and dtypes."""
+    """A checked call of `attention` or `attention_lse`, ready for other arrays of the same shapes, strides, dtypes."""
 
     def __init__(self, problem: Problem, arrays: dict[str, np.ndarray | None], sequence: Sequence) -> None:
         self._problem = problem

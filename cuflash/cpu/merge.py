@@ -8,7 +8,7 @@ from ..problem.parts import Parts, result_operands
 from .execute import allocate
 
 
-def merge_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
+def merge_parts_on_host(parts: Parts) -> tuple[np.ndarray, np.ndarray]:
     """Compute `merge_attention_states` of checked NumPy arrays."""
     out_result, lse_result = result_operands(parts)
     out = allocate(parts.outs[0].shape, out_result.dtype, out_result.strides)

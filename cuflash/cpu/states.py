@@ -31,7 +31,7 @@ def attend_on_host(problem: Problem, infos: dict[str, ArrayInfo], state: State, 
     share_offset(np, problem, infos, state.sums, keys)
 
 
-def merge_on_host(states: Sequence[State], into: State) -> None:
+def merge_states_on_host(states: Sequence[State], into: State) -> None:
     """Merge states in their order, in rows; the result may be the first of them."""
     with np.errstate(all="ignore"):  # infinities and NaN are values here
         largest = np.maximum.reduce([state.sums[..., 0] for state in states])

@@ -214,7 +214,7 @@ def _no_keys(shape: Lengths, dtype: str, q: Any) -> State:
     """State of queries that see nothing, where the array `q` is."""
     device = inspect("q", q).device
     with use_device(device):
-        return states.forget(states.empty_state(shape, dtype, device))
+        return states.reset(states.empty_state(shape, dtype, device))
 
 
 def _finish(dtypes: Sequence[str], is_2d: bool, found: list[State], sinks: Any) -> list[Any]:

@@ -22,8 +22,8 @@ from ..problem.signatures import Real as RealLike
 from ..settings import settings
 from ..states import finish, results_for
 from .agree import Call, Link, agree, record_of
-from .layout import LAYOUTS, Layout, parts_of
-from .ring import Task, head_groups, of_heads, walk
+from .layout import Layout, check_layout, parts_of
+from .ring import Task, contiguous, head_groups, of_heads, walk
 
 MAX_PARTS = 4096
 TIMEOUT = 1800.0
@@ -95,8 +95,8 @@ def attention(
         Rows for this rank's queries, columns for the keys of all ranks in the order of the whole sequence.
     alibi_slopes, sinks : array that broadcasts to (..., Hq), optional
         As for `cuflash.attention`, the same on all ranks.
-    out, lse : array, optional
-        Written in place and returned.
+    out, lse : array (..., Hq, Nq, Dv) and (..., Hq, Nq), optional
+        Written in place and returned; apart from all inputs in memory. lse is float32, float64 for float64.
 
     Returns
     -------
@@ -154,7 +154,7 @@ def attention(
         link, error = _link(comm, timeout)
         if error is None:
             _check_unknown(unknown)
-            offset = _check_layout(layout, num_parts, query_offset)
+            offset = _check_own_options(layout, num_parts, query_offset)
             problem, infos = describe_attention(
                 q, k, v, causal=causal, window=window, query_offset=offset, scale=scale, softcap=softcap,
                 alibi_slopes=alibi_slopes, sinks=sinks, precision=precision, return_lse=return_lse, out=out, lse=lse,
@@ -265,10 +265,9 @@ def _check_unknown(names: dict[str, Any]) -> None:
         raise TypeError(f"attention() of several processes takes no {name}; cuflash.attention does")
 
 
-def _check_layout(layout: Any, num_parts: Any, query_offset: Any) -> int | None:
+def _check_own_options(layout: Any, num_parts: Any, query_offset: Any) -> int | None:
     """Check what `cuflash.attention` has not, or not so; return the query offset."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    check_layout(layout)
     if not 1 <= parse_integer("num_parts", num_parts, f"an int from 1 to {MAX_PARTS}") <= MAX_PARTS:
         raise ValueError(f"num_parts is {num_parts}, expected an int from 1 to {MAX_PARTS}")
     if query_offset is None:
@@ -332,5 +331,4 @@ def _with_batch(q: Any, problem: Problem) -> Any:
 
 
 def _contiguous_heads(x: Any) -> Any:
-    x = x[None] if x.ndim == 2 else x
-    return x if x.flags.c_contiguous else x.copy(order="C")
+    return contiguous(x[None] if x.ndim == 2 else x)

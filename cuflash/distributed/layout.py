@@ -132,6 +132,11 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     array
         A view for "contiguous", else a copy.
 
+    Raises
+    ------
+    TypeError, ValueError
+        x is no array, or has no such axis; there is no such layout or rank.
+
     Examples
     --------
     >>> import numpy as np
@@ -139,8 +144,7 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     >>> [shard(np.arange(8), rank, 2, axis=0, layout="zigzag").tolist() for rank in range(2)]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    check_layout(layout)
     x = _array("x", x, axis)
     if not 0 <= rank < size:
         raise ValueError(f"rank is {rank}, expected one of {size}, counted from 0")
@@ -164,9 +168,13 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
     -------
     array
         A copy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        parts is no list of arrays, or empty; one has no such axis; there is no such layout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+    check_layout(layout)
     if not isinstance(parts, (list, tuple)):
         raise TypeError(
             f"parts is a {type(parts).__name__}, expected a list of arrays; gather gives it to one rank alone"
@@ -181,6 +189,12 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
     ]
     pieces.sort(key=lambda piece: piece[0])
     return _like(parts[0]).concatenate([piece for _, piece in pieces], axis=axis)
+
+
+def check_layout(layout: Any) -> None:
+    """Raise ValueError for a layout that there is not."""
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
 
 
 def _array(name: str, x: Any, axis: int) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.arrays import HOST, ITEMSIZE
 from ..problem.states import State
-from ..states import attend, empty_state, forget, merge, rows_of
+from ..states import attend, empty_state, merge, reset, rows_of
 from .agree import Link
 from .layout import Part, Segment, as_one, meeting_order, put_rows, rows_of_part, see_alike, seen_keys
 
@@ -130,7 +130,7 @@ def walk(task: Task, link: Link) -> State:
     for part in task.parts_q[link.rank]:
         for segment in part:
             if segment not in met.segments:
-                forget(rows_of(met.state, slice(segment.at, segment.at + segment.length)))
+                reset(rows_of(met.state, slice(segment.at, segment.at + segment.length)))
     return met.state
 
 
@@ -229,7 +229,7 @@ def _begin(task: Task, link: Link, step: int) -> tuple[Any, Keys]:
     """Begin to send one's keys to the rank `step` behind, and to receive those of the rank `step` before."""
     to, source = (link.rank + step) % link.size, (link.rank - step) % link.size
     rows = _wanted(task, to, link.rank)
-    sends = [(_contiguous(x[..., rows, :]), to) for x in (task.k, task.v)] if rows.start < rows.stop else []
+    sends = [(contiguous(x[..., rows, :]), to) for x in (task.k, task.v)] if rows.start < rows.stop else []
     rows = _wanted(task, source=source, to=link.rank)
     k, v = (_empty_rows(x, rows.stop - rows.start, task.device) for x in (task.k, task.v))
     arriving = Keys(k, v, rows.start)
@@ -250,7 +250,8 @@ def _wanted(task: Task, to: int, source: int) -> slice:
     return slice(min(rows.at for rows in seen), max(rows.at + rows.length for rows in seen)) if seen else slice(0, 0)
 
 
-def _contiguous(x: Any) -> Any:
+def contiguous(x: Any) -> Any:
+    """Return an array, or a copy in C order."""
     return x if x.flags.c_contiguous else x.copy(order="C")
 
 

@@ -15,7 +15,7 @@ from ..plan.axes import Axes
 from ..plan.plan import make_plan
 from ..problem.arrays import ArrayInfo, as_cupy, cupy_ndarray, overlaps_itself
 from ..problem.kind import Kind
-from ..problem.problem import ARRAYS, Problem
+from ..problem.problem import ARRAYS, Problem, written_places
 from ..settings import Settings, settings
 from .arguments import Packer
 from .launch import Launch, device_info
@@ -25,7 +25,7 @@ CACHE_SIZE = 4096
 _launches: dict[Any, Launch] = {}
 _calls: dict[Any, CallsOfKind] = {}
 
-_Q, _K, _V, _OUT, _LSE, _K_NEW = map(ARRAYS.index, ("q", "k", "v", "out", "lse", "k_new"))
+_Q, _K, _V, _K_NEW = map(ARRAYS.index, ("q", "k", "v", "k_new"))
 _NO_POINTERS = (0,) * (len(ARRAYS) - 3)
 _QKV = (0, 1, 2)
 _WITHOUT_VALUES = "attention_lse"
@@ -48,7 +48,7 @@ class CallsOfKind:
 
     def __init__(self, like: Problem, given: Sequence[int], device_id: int, chosen: Settings) -> None:
         self._kind = Kind(like, given)
-        written = (_K, _V, _OUT, _LSE) if _K_NEW in given else (_OUT, _LSE)
+        written = written_places(_K_NEW in given)
         self._written = [i for i, place in enumerate(given) if place in written]
         self._device_id = device_id
         self._chosen = chosen
@@ -141,7 +141,7 @@ def _find_imported(
     """Look up a call with arrays of other libraries, as that with CuPy's over the same memory."""
     given = (q, k, v, *(others or ()))
     appends = len(given) > _K_NEW and given[_K_NEW] is not None
-    written = (_K, _V, _OUT, _LSE) if appends else (_OUT, _LSE)
+    written = written_places(appends)
     arrays = [None if x is None else as_cupy(x, place in written) for place, x in enumerate(given)]
     if any(array is None and (place < 3 or given[place] is not None) for place, array in enumerate(arrays)):
         return None, None, []
@@ -158,7 +158,7 @@ def _kind_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
         options = (*options[:-1], options[-1] is None)
     fixed: tuple[Any, ...]
     if options[0] != "attention_varlen":
-        # An array of one axis, which is wrong, has no last axis behind a sequence.
+        # `[-2:][1:]` is the axis of features, and nothing for an array of one axis, which no call takes.
         fixed = q[:-2], k[:-2], v[:-2], q[-2:][1:], k[-2:][1:], v[-2:][1:]
     else:
         fixed = q[1:], k[1:], v[1:]

@@ -15,14 +15,14 @@ from ..plan.table import Device
 from ..plan.tiles import APPENDING, PREPARING
 from ..problem.arrays import extent
 from ..problem.checks import workspace_size
-from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, shapes_of
+from ..problem.problem import ARRAYS, Problem, array_shapes, itemsizes, shapes_of, written_places
 from ..settings import settings
 from .arguments import Packer, pack_pointers, start, strides_of
 from .compile import kernel_function, nvrtc_version
 from .installed import WGMMA_NVRTC
 from .workspace import allocate_with_workspace, is_capturing, results_of, split_of
 
-_K, _V, _OUT, _LSE = map(ARRAYS.index, ("k", "v", "out", "lse"))
+_OUT, _LSE = map(ARRAYS.index, ("out", "lse"))
 _RESULTS = slice(_OUT, _LSE + 1)
 
 
@@ -67,7 +67,7 @@ class Launch:
         """Place of each array that is not empty, how far it reaches from its address, whether it is written."""
         if self._extents is None:
             problem = self._problem
-            written = (_OUT, _LSE) if self._append is None else (_K, _V, _OUT, _LSE)
+            written = written_places(self._append is not None)
             shapes, sizes = shapes_of(problem), itemsizes(problem)
             found = []  # other threads see all of it or none
             for i, strides in enumerate(problem.strides):

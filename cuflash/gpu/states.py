@@ -61,7 +61,7 @@ def _launch_of(problem: Problem, device_id: int, chosen: Settings) -> Launch:
 _OUT, _LSE = ARRAYS.index("out"), ARRAYS.index("lse")
 
 
-def merge_on_gpu(states: Sequence[State], into: State) -> None:
+def merge_states_on_gpu(states: Sequence[State], into: State) -> None:
     """Merge states in their order, in rows; the result may be the first of them."""
     _merge(states, into.out, into.sums)
 

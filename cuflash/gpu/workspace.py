@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..plan.partial import partial_layout, result_axes
+from ..plan.partial import partial_layout
 from ..problem.arrays import DTYPES, ITEMSIZE, ArrayInfo
 from ..problem.checks import BOUNDARY, workspace_size
-from ..problem.problem import Operand, Problem, result_rows
+from ..problem.problem import Operand, Problem, result_axes, result_rows
 from .arguments import start
 from .compile import kernel_function
 from .merge import Merge, plan_merge

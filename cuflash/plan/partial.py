@@ -7,7 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..problem.arrays import ITEMSIZE, contiguous_strides
-from ..problem.problem import Operand, Problem, Strides, Traits, alignment_of
+from ..problem.problem import Operand, Problem, Strides, Traits, alignment_of, result_axes
 
 PARTIAL_COLUMNS = 3
 """Of a row in place of its lse: the largest logit, the sum of exponentials relative to that, and an offset that all
@@ -41,13 +41,6 @@ def partial_layout(rows: tuple[int, ...], head_dim_v: int, dtype: str, num_parts
     )
     out_step = num_rows * head_dim_v * itemsize
     return Partial(out, lse, (out_step, part_of_sums), (out_step * num_parts, num_rows * row_of_sums))
-
-
-def result_axes(problem: Problem) -> tuple[int, ...]:
-    """Lengths of the axes that `out` and `lse` share."""
-    if problem.traits.op == "attention_varlen":
-        return problem.seqlen_q, problem.num_heads_q
-    return *problem.batch, problem.num_heads_q, problem.seqlen_q
 
 
 def partial_of(problem: Problem, num_splits: int) -> Partial:

@@ -61,7 +61,6 @@ class Plan(NamedTuple):
     """Tiles times splits, or as many as the device holds."""
     workspace: int
     """Bytes of scratch memory in global memory."""
-    num_batches: int
     num_stops: int
     """Of blocks that go from tile to tile, of packed sequences at most; 0: each block has one tile."""
     in_pairs: bool
@@ -80,9 +79,9 @@ class Plan(NamedTuple):
     split_size: int
     """Keys of each of them, counted from key 0; 0: those that a tile sees are shared out."""
     even_splits: int
-    """Where each batch has a length of its own, so many of the splits share a tile's keys."""
+    """Splits among which a batch's keys are divided evenly, where each batch has a length of its own."""
     largest_split: int
-    """Or more of them, so that none has more keys; 0: all of them."""
+    """Keys of one of these at most: longer batches use more of the splits that are launched. 0: there is no limit."""
     partial: Partial | None
     """Where the results of splits lie in the workspace."""
     preparation: Preparation | None
@@ -165,7 +164,6 @@ def make_plan(
         tile,
         num_blocks,
         workspace,
-        num_batches,
         num_stops,
         in_pairs,
         num_m_blocks,

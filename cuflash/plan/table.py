@@ -13,70 +13,25 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 from ..problem.arrays import FLOAT_NAMES
 from ..problem.problem import Traits
 from ..settings import Settings
+from . import (
+    tiles_decode,
+    tiles_float32,
+    tiles_float64,
+    tiles_mma,
+    tiles_points,
+    tiles_precise_decode,
+    tiles_precise_wgmma,
+    tiles_scalar,
+    tiles_wgmma,
+    tiles_wide,
+    tiles_wmma,
+)
 from .cost import Cost
 from .features import FEATURES, Macros, used_features
 from .tiles import Device as Device
 from .tiles import Tile as Tile
 from .tiles import device_of as device_of
-from .tiles import no_tile
-from .tiles_decode import (
-    decode_bucket,
-    decode_cost,
-    decode_limits,
-    decode_min_blocks,
-    decode_shared_memory,
-    decode_tiles,
-)
-from .tiles_float32 import (
-    float32_bucket,
-    float32_cost,
-    float32_macros,
-    float32_min_blocks,
-    float32_prepared_row,
-    float32_preparing_macros,
-    float32_preparing_memory,
-    float32_shared_memory,
-    float32_tiles,
-)
-from .tiles_float64 import (
-    FAST_FLOAT64,
-    float64_bucket,
-    float64_cost,
-    float64_min_blocks,
-    float64_shared_memory,
-    float64_tiles,
-)
-from .tiles_mma import mma_bucket, mma_cost, mma_macros, mma_min_blocks, mma_shared_memory, mma_tiles
-from .tiles_points import points_bucket, points_cost, points_min_blocks, points_shared_memory, points_tiles
-from .tiles_precise_decode import (
-    precise_decode_bucket,
-    precise_decode_cost,
-    precise_decode_limits,
-    precise_decode_min_blocks,
-    precise_decode_shared_memory,
-    precise_decode_tiles,
-)
-from .tiles_precise_wgmma import (
-    precise_wgmma_bucket,
-    precise_wgmma_cost,
-    precise_wgmma_limits,
-    precise_wgmma_macros,
-    precise_wgmma_min_blocks,
-    precise_wgmma_shared_memory,
-    precise_wgmma_tiles,
-)
-from .tiles_scalar import scalar_bucket, scalar_cost, scalar_min_blocks, scalar_shared_memory, scalar_tiles
-from .tiles_wgmma import (
-    wgmma_bucket,
-    wgmma_cost,
-    wgmma_limits,
-    wgmma_macros,
-    wgmma_min_blocks,
-    wgmma_shared_memory,
-    wgmma_tiles,
-)
-from .tiles_wide import wide_bucket, wide_cost, wide_macros, wide_min_blocks, wide_shared_memory, wide_tiles
-from .tiles_wmma import wmma_bucket, wmma_cost, wmma_limits, wmma_min_blocks, wmma_shared_memory, wmma_tiles
+from .tiles import needs_vectors, no_tile
 
 CPU_KERNEL = "cpu"
 """Name of the NumPy back end where a kernel's name is asked for."""
@@ -97,8 +52,8 @@ class Preparing(NamedTuple):
 
 def preparing_pairs(bucket: Callable[[int], int]) -> Preparing:
     """What makes pairs of float16 ready for a kernel that rounds head dimensions up by `bucket`."""
-    row, memory = partial(float32_prepared_row, bucket), partial(float32_preparing_memory, bucket)
-    return Preparing("prepare_pairs", row, memory, float32_preparing_macros)
+    row, memory = partial(tiles_float32.prepared_row, bucket), partial(tiles_float32.preparing_memory, bucket)
+    return Preparing("prepare_pairs", row, memory, tiles_float32.preparing_macros)
 
 
 class KernelSpec(NamedTuple):
@@ -120,7 +75,7 @@ class KernelSpec(NamedTuple):
     shared_memory: Callable[[Traits, Tile], int]
     """Bytes of shared memory per block."""
     min_blocks: Callable[[Traits, Tile, Device], int]
-    """Blocks per multiprocessor for which the compiler keeps registers free."""
+    """Blocks per multiprocessor (occupancy) for which the compiler keeps registers free."""
     cost: Callable[[Traits], Cost]
     """What its tiles take, as `benchmarks/fit_cost.py` finds."""
     capabilities: tuple[int, ...] = ()
@@ -182,15 +137,15 @@ KERNELS = (
         features=FEATURES,
         min_compute_capability=90,
         max_head_dim=256,
-        head_dim_bucket=wgmma_bucket,
-        tiles=wgmma_tiles,
-        shared_memory=wgmma_shared_memory,
-        min_blocks=wgmma_min_blocks,
-        cost=wgmma_cost,
+        head_dim_bucket=tiles_wgmma.head_dim_bucket,
+        tiles=tiles_wgmma.tiles,
+        shared_memory=tiles_wgmma.shared_memory,
+        min_blocks=tiles_wgmma.min_blocks,
+        cost=tiles_wgmma.cost,
         capabilities=(90,),
-        limits=wgmma_limits,
+        limits=tiles_wgmma.limits,
         starved_rows=192,
-        macros=wgmma_macros,
+        macros=tiles_wgmma.macros,
         takes_maps=True,
         caps_by_polynomial=True,
         yields_to=("forward_mma", "forward_decode"),
@@ -204,13 +159,13 @@ KERNELS = (
         features=FEATURES,
         min_compute_capability=80,
         max_head_dim=512,
-        head_dim_bucket=mma_bucket,
-        tiles=mma_tiles,
-        shared_memory=mma_shared_memory,
-        min_blocks=mma_min_blocks,
-        cost=mma_cost,
+        head_dim_bucket=tiles_mma.head_dim_bucket,
+        tiles=tiles_mma.tiles,
+        shared_memory=tiles_mma.shared_memory,
+        min_blocks=tiles_mma.min_blocks,
+        cost=tiles_mma.cost,
         starved_rows=64,
-        macros=mma_macros,
+        macros=tiles_mma.macros,
         caps_by_polynomial=True,
         yields_to=("forward_decode",),
         rounds_weights=True,
@@ -223,12 +178,12 @@ KERNELS = (
         features=FEATURES,
         min_compute_capability=80,
         max_head_dim=256,
-        head_dim_bucket=decode_bucket,
-        tiles=decode_tiles,
-        shared_memory=decode_shared_memory,
-        min_blocks=decode_min_blocks,
-        cost=decode_cost,
-        limits=decode_limits,
+        head_dim_bucket=tiles_decode.head_dim_bucket,
+        tiles=tiles_decode.tiles,
+        shared_memory=tiles_decode.shared_memory,
+        min_blocks=tiles_decode.min_blocks,
+        cost=tiles_decode.cost,
+        limits=needs_vectors,
         starved_rows=64,
         row_by_row=True,
         rounds_weights=True,
@@ -241,15 +196,15 @@ KERNELS = (
         features=FEATURES - {"page_table", "seqlens_k"},
         min_compute_capability=90,
         max_head_dim=256,
-        head_dim_bucket=precise_wgmma_bucket,
-        tiles=precise_wgmma_tiles,
-        shared_memory=precise_wgmma_shared_memory,
-        min_blocks=precise_wgmma_min_blocks,
-        cost=precise_wgmma_cost,
+        head_dim_bucket=tiles_precise_wgmma.head_dim_bucket,
+        tiles=tiles_precise_wgmma.tiles,
+        shared_memory=tiles_precise_wgmma.shared_memory,
+        min_blocks=tiles_precise_wgmma.min_blocks,
+        cost=tiles_precise_wgmma.cost,
         capabilities=(90,),
-        limits=precise_wgmma_limits,
-        macros=precise_wgmma_macros,
-        preparing=preparing_pairs(precise_wgmma_bucket),
+        limits=tiles_precise_wgmma.limits,
+        macros=tiles_precise_wgmma.macros,
+        preparing=preparing_pairs(tiles_precise_wgmma.head_dim_bucket),
         yields_to=("precise_float32", "forward_wmma", "forward_points", "precise_decode", "forward_scalar"),
         rounds_weights=True,
     ),
@@ -261,13 +216,13 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=512,
-        head_dim_bucket=float32_bucket,
-        tiles=float32_tiles,
-        shared_memory=float32_shared_memory,
-        min_blocks=float32_min_blocks,
-        cost=float32_cost,
-        macros=float32_macros,
-        preparing=preparing_pairs(float32_bucket),
+        head_dim_bucket=tiles_float32.head_dim_bucket,
+        tiles=tiles_float32.tiles,
+        shared_memory=tiles_float32.shared_memory,
+        min_blocks=tiles_float32.min_blocks,
+        cost=tiles_float32.cost,
+        macros=tiles_float32.macros,
+        preparing=preparing_pairs(tiles_float32.head_dim_bucket),
         yields_to=("forward_wmma", "forward_points", "precise_decode", "forward_scalar"),
         rounds_weights=True,
     ),
@@ -279,12 +234,12 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=70,
         max_head_dim=256,
-        head_dim_bucket=wmma_bucket,
-        tiles=wmma_tiles,
-        shared_memory=wmma_shared_memory,
-        min_blocks=wmma_min_blocks,
-        cost=wmma_cost,
-        limits=wmma_limits,
+        head_dim_bucket=tiles_wmma.head_dim_bucket,
+        tiles=tiles_wmma.tiles,
+        shared_memory=tiles_wmma.shared_memory,
+        min_blocks=tiles_wmma.min_blocks,
+        cost=tiles_wmma.cost,
+        limits=tiles_wmma.limits,
         rounds_weights=True,
     ),
     KernelSpec(
@@ -295,11 +250,11 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=50,
         max_head_dim=16,
-        head_dim_bucket=points_bucket,
-        tiles=points_tiles,
-        shared_memory=points_shared_memory,
-        min_blocks=points_min_blocks,
-        cost=points_cost,
+        head_dim_bucket=tiles_points.head_dim_bucket,
+        tiles=tiles_points.tiles,
+        shared_memory=tiles_points.shared_memory,
+        min_blocks=tiles_points.min_blocks,
+        cost=tiles_points.cost,
     ),
     KernelSpec(
         name="precise_float64",
@@ -309,12 +264,12 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=128,
-        head_dim_bucket=float64_bucket,
-        tiles=float64_tiles,
-        shared_memory=float64_shared_memory,
-        min_blocks=float64_min_blocks,
-        cost=float64_cost,
-        capabilities=FAST_FLOAT64,
+        head_dim_bucket=tiles_float64.head_dim_bucket,
+        tiles=tiles_float64.tiles,
+        shared_memory=tiles_float64.shared_memory,
+        min_blocks=tiles_float64.min_blocks,
+        cost=tiles_float64.cost,
+        capabilities=tiles_float64.FAST_FLOAT64,
         yields_to=("precise_wide", "forward_scalar"),
     ),
     KernelSpec(
@@ -325,13 +280,13 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=512,
-        head_dim_bucket=wide_bucket,
-        tiles=wide_tiles,
-        shared_memory=wide_shared_memory,
-        min_blocks=wide_min_blocks,
-        cost=wide_cost,
-        capabilities=FAST_FLOAT64,
-        macros=wide_macros,
+        head_dim_bucket=tiles_wide.head_dim_bucket,
+        tiles=tiles_wide.tiles,
+        shared_memory=tiles_wide.shared_memory,
+        min_blocks=tiles_wide.min_blocks,
+        cost=tiles_wide.cost,
+        capabilities=tiles_float64.FAST_FLOAT64,
+        macros=tiles_wide.macros,
     ),
     KernelSpec(
         name="precise_decode",
@@ -341,12 +296,12 @@ KERNELS = (
         features=FEATURES - {"page_table"},
         min_compute_capability=80,
         max_head_dim=256,
-        head_dim_bucket=precise_decode_bucket,
-        tiles=precise_decode_tiles,
-        shared_memory=precise_decode_shared_memory,
-        min_blocks=precise_decode_min_blocks,
-        cost=precise_decode_cost,
-        limits=precise_decode_limits,
+        head_dim_bucket=tiles_precise_decode.head_dim_bucket,
+        tiles=tiles_precise_decode.tiles,
+        shared_memory=tiles_precise_decode.shared_memory,
+        min_blocks=tiles_precise_decode.min_blocks,
+        cost=tiles_precise_decode.cost,
+        limits=needs_vectors,
         yields_to=("forward_scalar",),
     ),
     KernelSpec(
@@ -357,18 +312,18 @@ KERNELS = (
         features=FEATURES,
         min_compute_capability=50,
         max_head_dim=512,
-        head_dim_bucket=scalar_bucket,
-        tiles=scalar_tiles,
-        shared_memory=scalar_shared_memory,
-        min_blocks=scalar_min_blocks,
-        cost=scalar_cost,
+        head_dim_bucket=tiles_scalar.head_dim_bucket,
+        tiles=tiles_scalar.tiles,
+        shared_memory=tiles_scalar.shared_memory,
+        min_blocks=tiles_scalar.min_blocks,
+        cost=tiles_scalar.cost,
         row_by_row=True,
     ),
 )
 
 
 HELPERS = ("merge", "append_keys")
-"""Sources beside the table: they finish calls of several kernels, and no problem is dispatched to them."""
+"""Sources beside the table, that rows share: one merges split keys, one appends to caches. No problem goes to them."""
 
 
 class _Row(Protocol):

@@ -53,7 +53,7 @@ class Tile(NamedTuple):
     prepared: bool = False
     """Whether a launch before it makes ready all keys and values, in a workspace."""
     walks_on: bool = False
-    """Whether there are as many blocks as the GPU holds, which go on to tiles or pairs of tiles of rows."""
+    """Whether blocks are persistent: as many as the GPU holds, which go on to tiles or pairs of tiles of rows."""
     passes_by: bool = False
     """Whether each warpgroup of 64 rows passes by tiles of keys that none of its own rows sees."""
 
@@ -62,9 +62,24 @@ class Tile(NamedTuple):
         return f"{self.block_m}x{self.block_n}{stages}" + ("p" if self.prepared else "w" if self.walks_on else "")
 
 
+REGISTERS = 65536
+"""Of a multiprocessor."""
+
+
 def blocks_in_shared_memory(device: Device, size: int) -> int:
     """How many blocks of `size` bytes a multiprocessor holds; each takes 1 KiB for itself."""
     return (device.shared_memory_per_block + 1024) // (size + 1024)
+
+
+def resident_blocks(device: Device, tile: Tile, shared_memory: int, registers: int) -> int:
+    """How many blocks of a tile a multiprocessor holds (occupancy), by the memory of each and a thread's registers."""
+    by_memory = blocks_in_shared_memory(device, shared_memory)
+    return max(1, min(by_memory, REGISTERS // (tile.num_threads * registers)))
+
+
+def needs_vectors(traits: Traits, device: Device) -> str | None:
+    """What kernels refuse that read nothing but vectors of 16 bytes."""
+    return None if traits.alignment == 16 else "rows of q, k, v and out must lie in vectors of 16 bytes"
 
 
 def no_tile(traits: Traits | GatedTraits, device: Device, tiles: Callable[[Device], Sized]) -> str:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
 
 
-def decode_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 64: eight lanes load as many neighbouring features of a value."""
     return round_up(head_dim, 64)
-
-
-def decode_limits(traits: Traits, device: Device) -> str | None:
-    """What else it refuses."""
-    return None if traits.alignment == 16 else "rows of q, k, v and out must lie in vectors of 16 bytes"
 
 
 def _pair(bucket_v: int) -> int:
@@ -22,14 +17,14 @@ def _pair(bucket_v: int) -> int:
     return 2 if bucket_v > 192 else 1
 
 
-def decode_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_decode.cu."""
-    bucket_v = decode_bucket(traits.head_dim_v)
+    bucket_v = head_dim_bucket(traits.head_dim_v)
     pair = _pair(bucket_v)
     team = tile.num_threads // (32 * pair)
     shares = team * 16 * (4 * (bucket_v + 8) + 8)
     pairs = 128 * tile.block_n * pair * (team if pair > 1 else 1)
-    beside = 32 * decode_bucket(traits.head_dim) + 16 * 48 + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES
+    beside = 32 * head_dim_bucket(traits.head_dim) + 16 * 48 + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES
     return round_up(shares + pairs + beside, 16)
 
 
@@ -56,22 +51,21 @@ COST = Cost(
 )
 
 
-def decode_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST
 
 
-def decode_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """The tile, if it fits shared memory."""
-    bucket_v = decode_bucket(traits.head_dim_v)
-    features = (decode_bucket(traits.head_dim) + bucket_v) // _pair(bucket_v)
+    bucket_v = head_dim_bucket(traits.head_dim_v)
+    features = (head_dim_bucket(traits.head_dim) + bucket_v) // _pair(bucket_v)
     if traits.page_table and _pair(bucket_v) > 1 and device.compute_capability >= 120:
         features += 64  # for sm_120 it would spill
     tile = next(tile for most, tile in _DECODE_TILES.items() if features <= most)
-    return [tile] if decode_shared_memory(traits, tile) <= device.shared_memory_per_block else []
+    return [tile] if shared_memory(traits, tile) <= device.shared_memory_per_block else []
 
 
-def decode_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    by_memory = blocks_in_shared_memory(device, decode_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * 255)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), 255)

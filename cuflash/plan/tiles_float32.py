@@ -12,7 +12,7 @@ from .tiles import (
     TILE_KEYS_BYTES,
     Device,
     Tile,
-    blocks_in_shared_memory,
+    resident_blocks,
     round_up,
     tile_map_bytes,
 )
@@ -21,24 +21,24 @@ Bucket = Callable[[int], int]
 """Head dimension of the compiled kernel that serves a given one."""
 
 
-def float32_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 32 up to 128, then of 128: in between compilers run out of registers here and there."""
     return round_up(head_dim, 32 if head_dim <= 128 else 128)
 
 
 def _warps_per_row(traits: Traits) -> int:
     """Warps that share their rows, each with at most 256 features of the output."""
-    return 1 if float32_bucket(traits.head_dim_v) <= 256 else 2
+    return 1 if head_dim_bucket(traits.head_dim_v) <= 256 else 2
 
 
-def float32_preparing_macros(traits: Traits) -> Macros:
+def preparing_macros(traits: Traits) -> Macros:
     """What prepare_pairs.cu is told."""
     return (("PRODUCTS", 1 if traits.precision == "tf32" else 3),)
 
 
-def float32_macros(traits: Traits) -> Macros:
-    """What only some kernels are told."""
-    return ("WARPS_PER_ROW", _warps_per_row(traits)), *float32_preparing_macros(traits)
+def macros(traits: Traits) -> Macros:
+    """What only precise_float32.cu is told, and what prepares for it."""
+    return ("WARPS_PER_ROW", _warps_per_row(traits)), *preparing_macros(traits)
 
 
 def _rows(num_rows: int, bucket: int) -> int:
@@ -51,20 +51,20 @@ def _prepared_row(traits: Traits, bucket: int) -> int:
     return (2 if traits.precision == "tf32" else 4) * bucket + 16
 
 
-def float32_prepared_row(bucket_of: Bucket, traits: Traits) -> tuple[int, int]:
+def prepared_row(bucket_of: Bucket, traits: Traits) -> tuple[int, int]:
     """Bytes that a row of k and of v takes in a workspace, for a kernel with such buckets."""
     bucket, bucket_v = bucket_of(traits.head_dim), bucket_of(traits.head_dim_v)
     return _prepared_row(traits, bucket), _prepared_row(traits, bucket_v) if bucket_v else 0
 
 
-def float32_preparing_memory(bucket_of: Bucket, traits: Traits) -> int:
+def preparing_memory(bucket_of: Bucket, traits: Traits) -> int:
     """Bytes of `SharedTiles` in prepare_pairs.cu, for a kernel with such buckets."""
     return _rows(PREPARING.block_n, max(map(bucket_of, (traits.head_dim, traits.head_dim_v))))
 
 
-def float32_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float32.cu."""
-    bucket, bucket_v = float32_bucket(traits.head_dim), float32_bucket(traits.head_dim_v) or 16
+    bucket, bucket_v = head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v) or 16
     size = _rows(tile.block_m, bucket)
     if tile.prepared:
         size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16)
@@ -133,18 +133,18 @@ COST_OF_TF32 = Cost(
 )
 
 
-def float32_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST_OF_TF32 if traits.precision == "tf32" else COST
 
 
-def float32_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
-    tiles = _SHARED if _warps_per_row(traits) > 1 else _NARROW if traits.head_dim_v <= 128 else _WIDE
+    candidates = _SHARED if _warps_per_row(traits) > 1 else _NARROW if traits.head_dim_v <= 128 else _WIDE
     return [
         tile
-        for tile in tiles
-        if float32_shared_memory(traits, tile) <= device.shared_memory_per_block
+        for tile in candidates
+        if shared_memory(traits, tile) <= device.shared_memory_per_block
         and _registers(traits, tile, device) <= min(255, 65536 // tile.num_threads)
     ]
 
@@ -154,15 +154,14 @@ def _registers(traits: Traits, tile: Tile, device: Device) -> int:
 
     Compilers for newer devices take some more, so that wide heads are left to another kernel there.
     """
-    output = float32_bucket(traits.head_dim_v) // _warps_per_row(traits) * 5 // 8
+    output = head_dim_bucket(traits.head_dim_v) // _warps_per_row(traits) * 5 // 8
     scores = tile.block_n * 3 // 2 if tile.prepared else tile.block_n * 5 // 4
     options = 12 * (traits.num_arrays + traits.num_terms)
     return output + scores + options + (30 if device.compute_capability <= 90 else 80)
 
 
-def float32_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     needed = _registers(traits, tile, device)
     registers = 128 if needed <= 128 else 168 if needed <= 168 else 255
-    by_memory = blocks_in_shared_memory(device, float32_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
 
 FAST_FLOAT64 = (80, 90, 100)
 """Compute capabilities with tensor cores for float64; others multiply such numbers one by one."""
 
 
-def float64_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 16: what an instruction sums over."""
     return round_up(head_dim, 16)
 
 
-def float64_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_float64.cu."""
-    bucket, bucket_v = float64_bucket(traits.head_dim), float64_bucket(traits.head_dim_v)
+    bucket, bucket_v = head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)
     numbers = tile.block_m * bucket + tile.block_n * (bucket + bucket_v + 4)
     return round_up(8 * numbers + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
 
@@ -62,27 +62,26 @@ COST_WITHOUT_VALUES = Cost(
 )
 
 
-def float64_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model: without values there is one copy to wait for in place of two."""
     return COST if traits.has_values else COST_WITHOUT_VALUES
 
 
-def float64_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
     return [
         tile
         for tile in _TILES
-        if float64_shared_memory(traits, tile) <= device.shared_memory_per_block and _registers(traits, tile) <= 255
+        if shared_memory(traits, tile) <= device.shared_memory_per_block and _registers(traits, tile) <= 255
     ]
 
 
 def _registers(traits: Traits, tile: Tile) -> int:
     """Registers that a thread takes, roughly: output, scores, operands on their way, and what is beside them."""
-    return float64_bucket(traits.head_dim_v) + tile.block_n + 80
+    return head_dim_bucket(traits.head_dim_v) + tile.block_n + 80
 
 
-def float64_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     registers = 168 if _registers(traits, tile) <= 168 else 255
-    by_memory = blocks_in_shared_memory(device, float64_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

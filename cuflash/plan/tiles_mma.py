@@ -5,27 +5,27 @@ from __future__ import annotations
 from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import Device, Tile, blocks_in_shared_memory, occupying_first, round_up, tile_map_bytes
+from .tiles import Device, Tile, occupying_first, resident_blocks, round_up, tile_map_bytes
 
 
-def mma_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 16 up to 96, of 32 up to 256, then of 64."""
     return round_up(head_dim, 16 if head_dim <= 96 else 32 if head_dim <= 256 else 64)
 
 
 def _warps_per_row(traits: Traits) -> int:
     """Warps that share their rows, and pass weights to each other: two where the output is too wide for one."""
-    return 2 if mma_bucket(traits.head_dim_v) > 128 else 1
+    return 2 if head_dim_bucket(traits.head_dim_v) > 128 else 1
 
 
-def mma_macros(traits: Traits) -> Macros:
+def macros(traits: Traits) -> Macros:
     """What only forward_mma.cu is told."""
     return (("WARPS_PER_ROW", _warps_per_row(traits)),)
 
 
-def mma_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_mma.cu."""
-    bucket, bucket_v = mma_bucket(traits.head_dim), mma_bucket(traits.head_dim_v)
+    bucket, bucket_v = head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)
     elements = tile.block_m * (max(bucket, bucket_v) + 8) + tile.stages * tile.block_n * (bucket + bucket_v + 16)
     shared = _warps_per_row(traits) > 1
     elements += (tile.block_m if shared else 1) * (tile.block_n + 8)
@@ -89,17 +89,17 @@ _IN_PAGES = 1.75
 """Tiles of keys in pages take so many times as long: whoever copies a row looks up its page, and waits for it."""
 
 
-def mma_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model; those of two warps that share their rows are others."""
-    cost = COST if _warps_per_row(traits) == 1 else COST_OF_SHARED_ROWS
+    constants = COST if _warps_per_row(traits) == 1 else COST_OF_SHARED_ROWS
     if not traits.page_table:
-        return cost
-    return cost._replace(**{name: _IN_PAGES * getattr(cost, name) for name in _OF_KEYS})
+        return constants
+    return constants._replace(**{name: _IN_PAGES * getattr(constants, name) for name in _OF_KEYS})
 
 
 def _mma_registers(traits: Traits, tile: Tile) -> tuple[int, int, int]:
     """Rows of a warp, and registers per thread that hold its output and its scores."""
-    bucket_v, share = mma_bucket(traits.head_dim_v), _warps_per_row(traits)
+    bucket_v, share = head_dim_bucket(traits.head_dim_v), _warps_per_row(traits)
     rows = tile.block_m * 32 * share // tile.num_threads if tile.num_threads >= 32 * share else 0
     return rows, rows * bucket_v // share // 32, rows * tile.block_n // share // 32
 
@@ -108,15 +108,15 @@ def _has_wide_bias(traits: Traits) -> bool:
     return traits.bias == "float64"
 
 
-def mma_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
     What fits the registers was found by compiling.
     """
     arrays = traits.num_arrays > 0
     newest = device.compute_capability >= 100
-    bucket_v = mma_bucket(traits.head_dim_v)
-    square = mma_bucket(traits.head_dim) == bucket_v
+    bucket_v = head_dim_bucket(traits.head_dim_v)
+    square = head_dim_bucket(traits.head_dim) == bucket_v
     # The short form of one term takes no more registers; storing in float32 does, beside it.
     one_term = traits.num_terms < 2 and traits.out_dtype == traits.dtype
     one_array = traits.num_arrays == 1 and traits.num_terms == 0
@@ -142,19 +142,19 @@ def mma_tiles(traits: Traits, device: Device) -> list[Tile]:
             rows in (16, 32)
             and output <= widest_output
             and (output + scores <= most or scores <= 32)
-            and mma_shared_memory(traits, tile) <= device.shared_memory_per_block
+            and shared_memory(traits, tile) <= device.shared_memory_per_block
         )
 
     fitting = list(filter(fits, _MMA_TILES))
     if not fitting and not traits.page_table:
         fitting = list(filter(fits, (_LAST_TILE,)))
-    return occupying_first(fitting, lambda tile: mma_min_blocks(traits, tile, device))
+    return occupying_first(fitting, lambda tile: min_blocks(traits, tile, device))
 
 
-def mma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     rows, output, scores = _mma_registers(traits, tile)
-    queries = rows * mma_bucket(traits.head_dim) // 64
+    queries = rows * head_dim_bucket(traits.head_dim) // 64
     held = output * 5 // 4 + scores
     plain = traits.num_arrays == traits.num_terms == 0
     if traits.num_arrays > 0 and traits.num_terms == 0 and not _has_wide_bias(traits):
@@ -162,5 +162,4 @@ def mma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     else:
         held += (queries if queries <= 32 else 0) + (0 if plain else 32)
     registers = 128 if held <= 64 else 168 if held <= 120 else 255
-    by_memory = blocks_in_shared_memory(device, mma_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

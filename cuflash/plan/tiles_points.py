@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
 
 _BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16)
 
 
-def points_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Smaller steps than those of others: each feature of a point is a good part of the work."""
     return next((bucket for bucket in _BUCKETS if head_dim <= bucket), round_up(head_dim, 16))
 
@@ -18,9 +18,9 @@ def _itemsize(traits: Traits) -> int:
     return 8 if traits.dtype == "float64" else 4
 
 
-def points_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_points.cu."""
-    features = points_bucket(traits.head_dim) + points_bucket(traits.head_dim_v)
+    features = head_dim_bucket(traits.head_dim) + head_dim_bucket(traits.head_dim_v)
     size = features * (tile.block_n * _itemsize(traits) + 16)
     return round_up(size + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
 
@@ -71,7 +71,7 @@ COST_OF_DOUBLES = Cost(
 )
 
 
-def points_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST_OF_DOUBLES if traits.dtype == "float64" else COST
 
@@ -83,25 +83,24 @@ def _queries(tile: Tile) -> int:
 
 def _registers(traits: Traits, tile: Tile) -> int:
     """Registers that a thread takes, roughly: query, output, reference and scores of its rows, and what is beside."""
-    row = points_bucket(traits.head_dim) + points_bucket(traits.head_dim_v) + 14
+    row = head_dim_bucket(traits.head_dim) + head_dim_bucket(traits.head_dim_v) + 14
     terms = 24 if traits.num_arrays + traits.num_terms else 0
     beside = 80 if _itemsize(traits) == 8 else 48 if tile.block_m >= tile.num_threads else 56
     return _queries(tile) * (row * _itemsize(traits) // 4 + terms) + beside
 
 
-def points_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
     most = 4 if traits.num_arrays + traits.num_terms == 0 else 2
     most = most * 4 // _itemsize(traits)
     return [
         tile
         for tile in _POINTS_TILES[_itemsize(traits)]
-        if _queries(tile) <= most and points_shared_memory(traits, tile) <= device.shared_memory_per_block
+        if _queries(tile) <= most and shared_memory(traits, tile) <= device.shared_memory_per_block
     ]
 
 
-def points_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     registers = min(round_up(_registers(traits, tile), 8), 255)
-    by_memory = blocks_in_shared_memory(device, points_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
 
 _TEAM = 4
 """Warps of a block, each with keys of its own."""
@@ -12,19 +12,14 @@ _VECTORS = 8
 """Of 16 bytes, that a lane has on their way of keys, and of values."""
 
 
-def precise_decode_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Powers of two from 32 on: what lanes divide among themselves."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def precise_decode_limits(traits: Traits, device: Device) -> str | None:
-    """What else it refuses."""
-    return None if traits.alignment == 16 else "rows of q, k, v and out must lie in vectors of 16 bytes"
-
-
 def _vectors(head_dim: int) -> int:
     """Vectors of 16 bytes of a key or value."""
-    return precise_decode_bucket(head_dim) // 4
+    return head_dim_bucket(head_dim) // 4
 
 
 def _loads(head_dim: int, tile: Tile) -> int:
@@ -38,12 +33,12 @@ def _step(traits: Traits) -> int:
     return max(_VECTORS * 32 // max(both), 32 // min(32, *both))
 
 
-def precise_decode_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_decode.cu."""
-    rows, bucket_v = tile.block_m, precise_decode_bucket(traits.head_dim_v)
+    rows, bucket_v = tile.block_m, head_dim_bucket(traits.head_dim_v)
     side = max(32 // _vectors(traits.head_dim_v), 1)
     weights = round_up(rows * (side * round_up(tile.block_n // side, 4) + 1) * 4, 16)
-    numbers = rows * (precise_decode_bucket(traits.head_dim) + _TEAM * (bucket_v + 2))
+    numbers = rows * (head_dim_bucket(traits.head_dim) + _TEAM * (bucket_v + 2))
     beside = rows * 48 + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES
     return round_up(round_up(4 * numbers, 8) + _TEAM * weights + beside, 16)
 
@@ -66,19 +61,18 @@ COST = Cost(
 )
 
 
-def precise_decode_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST
 
 
-def precise_decode_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles whose rows fit the registers, most rows first. One row alone takes no less time than two."""
-    tiles = [Tile(rows, _step(traits), 32 * _TEAM) for rows in (8, 4, 2)]
+    candidates = [Tile(rows, _step(traits), 32 * _TEAM) for rows in (8, 4, 2)]
     return [
         tile
-        for tile in tiles
-        if _registers(traits, tile) <= 255
-        and precise_decode_shared_memory(traits, tile) <= device.shared_memory_per_block
+        for tile in candidates
+        if _registers(traits, tile) <= 255 and shared_memory(traits, tile) <= device.shared_memory_per_block
     ]
 
 
@@ -90,9 +84,8 @@ def _registers(traits: Traits, tile: Tile) -> int:
     return output + 4 * (keys + values) + sums + 40 + 12 * (traits.num_arrays + traits.num_terms)
 
 
-def precise_decode_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     needed = _registers(traits, tile)
     registers = 128 if needed <= 128 else 168 if needed <= 168 else 255
-    by_memory = blocks_in_shared_memory(device, precise_decode_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

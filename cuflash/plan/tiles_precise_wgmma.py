@@ -6,22 +6,22 @@ from ..problem.problem import Traits
 from .cost import Cost
 from .features import Macros
 from .tiles import OWN_INSTRUCTIONS, TILE_KEYS_BYTES, Device, Tile, round_up, tile_map_bytes
-from .tiles_float32 import float32_preparing_macros
+from .tiles_float32 import preparing_macros
 
 
-def precise_wgmma_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """0, 32, 64, 128 or 256: in between compilers run out of registers here and there."""
     return next((bucket for bucket in (0, 32, 64, 128, 256) if head_dim <= bucket), 0)
 
 
-def precise_wgmma_macros(traits: Traits) -> Macros:
+def macros(traits: Traits) -> Macros:
     """What only precise_wgmma.cu is told."""
-    return ("WARPGROUPS", 1), *float32_preparing_macros(traits)
+    return ("WARPGROUPS", 1), *preparing_macros(traits)
 
 
-def precise_wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_wgmma.cu."""
-    bucket, bucket_v = precise_wgmma_bucket(traits.head_dim), precise_wgmma_bucket(traits.head_dim_v) or 64
+    bucket, bucket_v = head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v) or 64
     parts = 1 if traits.precision == "tf32" else 2
     panels, panels_v = (round_up(width, 64) // 64 * 128 for width in (bucket, bucket_v))
     size = round_up(tile.block_m * (2 * panels + 4), 1024)
@@ -30,20 +30,20 @@ def precise_wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(size, 1024)
 
 
-def precise_wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
     widest = max(traits.head_dim, traits.head_dim_v)
     block_n = 64 if widest <= 128 else 32
-    tiles = [Tile(128, block_n, 384, 2 if widest <= 128 else 1, prepared=True)]
-    return [tile for tile in tiles if precise_wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block]
+    candidates = [Tile(128, block_n, 384, 2 if widest <= 128 else 1, prepared=True)]
+    return [tile for tile in candidates if shared_memory(traits, tile) <= device.shared_memory_per_block]
 
 
-def precise_wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory and registers allow."""
     return 1
 
 
-def precise_wgmma_limits(traits: Traits, device: Device) -> str | None:
+def limits(traits: Traits, device: Device) -> str | None:
     """Say what else the kernel refuses."""
     if not device.has_own_instructions:
         return OWN_INSTRUCTIONS
@@ -90,6 +90,6 @@ COST_OF_TF32 = Cost(
 )
 
 
-def precise_wgmma_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST_OF_TF32 if traits.precision == "tf32" else COST

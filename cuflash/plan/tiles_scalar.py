@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..problem.problem import Traits
 from .cost import Cost
-from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
 
 
-def scalar_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """16, 32, 64, then multiples of 32 and, above 192, of 64."""
     if head_dim <= 64:
         return round_up(head_dim, 16 if head_dim <= 16 else 32)
@@ -21,10 +21,10 @@ def _scalar_slice(bucket: int) -> int:
 def _scalar_form(traits: Traits) -> tuple[int, int, int]:
     """Accumulator size and head dimensions, which decide what a tile takes."""
     itemsize = 8 if traits.dtype == "float64" else 4
-    return itemsize, scalar_bucket(traits.head_dim), scalar_bucket(traits.head_dim_v)
+    return itemsize, head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)
 
 
-def scalar_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_scalar.cu."""
     itemsize, bucket, bucket_v = _scalar_form(traits)
     pad = 16 // itemsize
@@ -82,12 +82,12 @@ COST_OF_DOUBLES = Cost(
 )
 
 
-def scalar_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST_OF_DOUBLES if traits.dtype == "float64" else COST
 
 
-def scalar_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles whose output fits the registers and whose operands fit the device's shared memory, tallest first."""
     itemsize, _, bucket_v = _scalar_form(traits)
     fitting: dict[str, Tile] = {}
@@ -95,15 +95,14 @@ def scalar_tiles(traits: Traits, device: Device) -> list[Tile]:
         rows = tile.block_m * 16 // tile.num_threads
         output_registers = rows * bucket_v // 16 * itemsize // 4
         limit = 64 if rows >= 8 else 128 if itemsize == 4 or (rows <= 2 and tile.block_n <= 32) else 112
-        if output_registers <= limit and scalar_shared_memory(traits, tile) <= device.shared_memory_per_block:
+        if output_registers <= limit and shared_memory(traits, tile) <= device.shared_memory_per_block:
             fitting.setdefault(str(tile), tile)
     return list(fitting.values())
 
 
-def scalar_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     itemsize, _, bucket_v = _scalar_form(traits)
     output_registers = tile.block_m * bucket_v // tile.num_threads * itemsize // 4
     registers = 168 if output_registers <= 32 else 255
-    by_memory = blocks_in_shared_memory(device, scalar_shared_memory(traits, tile))
-    return max(1, min(by_memory, 65536 // (tile.num_threads * registers)))
+    return resident_blocks(device, tile, shared_memory(traits, tile), registers)

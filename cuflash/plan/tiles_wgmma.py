@@ -11,12 +11,12 @@ from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, roun
 _BUCKETS = (32, 48, 64, 80, 96, 128, 192, 256)
 
 
-def wgmma_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """32, 48, 64, 80, 96, 128, 192 or 256."""
     return next((bucket for bucket in _BUCKETS if head_dim <= bucket), 0)
 
 
-def wgmma_limits(traits: Traits, device: Device) -> str | None:
+def limits(traits: Traits, device: Device) -> str | None:
     """Say what else the kernel refuses."""
     if not device.has_own_instructions:
         return OWN_INSTRUCTIONS
@@ -29,15 +29,15 @@ def wgmma_limits(traits: Traits, device: Device) -> str | None:
     return None
 
 
-def wgmma_macros(traits: Traits) -> Macros:
+def macros(traits: Traits) -> Macros:
     """What only forward_wgmma.cu is told."""
     return (("WARPGROUPS", 1),)
 
 
-def wgmma_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wgmma.cu."""
-    panels, panels_v = (round_up(wgmma_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))
-    pitch = max(panels, wgmma_bucket(traits.head_dim_v)) + 8
+    panels, panels_v = (round_up(head_dim_bucket(head_dim), 64) for head_dim in (traits.head_dim, traits.head_dim_v))
+    pitch = max(panels, head_dim_bucket(traits.head_dim_v)) + 8
     places = 2 if tile.walks_on else 1
     query_buffers = places if max(panels, panels_v) <= 128 else 1
     elements = query_buffers * tile.block_m * pitch + tile.stages * tile.block_n * (panels + panels_v)
@@ -87,7 +87,7 @@ COST = Cost(
 )
 
 
-def wgmma_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST
 
@@ -100,7 +100,7 @@ def _array_bytes(traits: Traits) -> int:
 def _most_held(traits: Traits, tile: Tile) -> int:
     """Registers of a thread for scores and output: what is left of 152 to 232 was found by compiling (NVRTC 13.0)."""
     if tile.block_m == 192:
-        if max(wgmma_bucket(traits.head_dim), wgmma_bucket(traits.head_dim_v)) > 128:
+        if max(head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)) > 128:
             return 0
         taken = 8 if tile.walks_on else 12 * traits.page_table
         return 132 - taken - 8 * traits.alibi_slopes
@@ -109,15 +109,15 @@ def _most_held(traits: Traits, tile: Tile) -> int:
     return 192 if traits.num_arrays and not traits.num_terms else 184
 
 
-def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory: of those alike but for it the one with the most keys.
 
     Those that walk on, and three warpgroups, leave no registers for a bias or a mask on its way.
 
     Of tiles that walk on those for few keys, too, each number with the most rows: one is most of a tile of rows.
     """
-    bucket_v = wgmma_bucket(traits.head_dim_v)
-    widest = max(wgmma_bucket(traits.head_dim), bucket_v)
+    bucket_v = head_dim_bucket(traits.head_dim_v)
+    widest = max(head_dim_bucket(traits.head_dim), bucket_v)
 
     def fits(tile: Tile) -> bool:
         if tile.block_m == tile.block_n == 64 and (tile.num_threads == 256) != (traits.page_table and widest > 192):
@@ -126,11 +126,11 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
             return False
         # A thread holds a row's output, and scores of a tile twice: as floats, and rounded; bias or mask of a row.
         held = bucket_v // 2 + tile.block_n * 3 // 4 + tile.block_n * _array_bytes(traits) // 16
-        return held <= _most_held(traits, tile) and wgmma_shared_memory(traits, tile) <= device.shared_memory_per_block
+        return held <= _most_held(traits, tile) and shared_memory(traits, tile) <= device.shared_memory_per_block
 
     def passing(tile: Tile) -> Tile:
         """The tile as `kPassesBy` of wgmma/place.cuh has it."""
-        return tile._replace(passes_by=tile.walks_on and tile.block_m == 192 and wgmma_bucket(traits.head_dim) > 64)
+        return tile._replace(passes_by=tile.walks_on and tile.block_m == 192 and head_dim_bucket(traits.head_dim) > 64)
 
     kinds: dict[tuple[int, bool], Tile] = {}
     for tile in filter(fits, map(passing, _WGMMA_TILES)):
@@ -139,14 +139,14 @@ def wgmma_tiles(traits: Traits, device: Device) -> list[Tile]:
     return list(kinds.values())
 
 
-def wgmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """One block has a multiprocessor for itself, or two to four if they are small.
 
     Four have 128 registers a thread. Of float32, which splits are, four are as fast as three (482 problems, H100).
     """
     if tile.block_m > 64:
         return 1
-    are_small = wgmma_bucket(traits.head_dim_v) <= 64 and traits.out_dtype != "float32"
+    are_small = head_dim_bucket(traits.head_dim_v) <= 64 and traits.out_dtype != "float32"
     has_few_terms = _array_bytes(traits) + traits.num_terms <= 2
     most = 2 if tile.num_threads > 128 else 4 if are_small and has_few_terms else 3
-    return min(most, blocks_in_shared_memory(device, wgmma_shared_memory(traits, tile)))
+    return min(most, blocks_in_shared_memory(device, shared_memory(traits, tile)))

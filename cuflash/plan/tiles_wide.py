@@ -13,38 +13,38 @@ _PIECES_BYTES = 4 * _WARP_KEYS * 16 * 8
 """Of a warp's keys and values on their way."""
 
 
-def wide_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 32: the warps of a scheduler have as many features as those of the others, or nearly."""
     return max(round_up(head_dim, 32), 64) if head_dim else 0
 
 
-def wide_macros(traits: Traits) -> Macros:
-    """What only some kernels are told."""
+def macros(traits: Traits) -> Macros:
+    """What only precise_wide.cu is told."""
     return (("WARPS_PER_ROW", _WARPS), ("KEY_SHARES", _WARPS))
 
 
-def wide_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in precise_wide.cu."""
     weights = tile.block_n if traits.has_values else _WARP_KEYS
-    numbers = tile.block_m * (wide_bucket(traits.head_dim) + weights + _WARPS)
+    numbers = tile.block_m * (head_dim_bucket(traits.head_dim) + weights + _WARPS)
     return round_up(8 * numbers + _WARPS * _PIECES_BYTES + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 128)
 
 
-def wide_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory."""
-    tiles = [Tile(block_m, _WARPS * _WARP_KEYS, _WARPS * 32) for block_m in (32, 16)]
-    return [tile for tile in tiles if wide_shared_memory(traits, tile) <= device.shared_memory_per_block]
+    candidates = [Tile(block_m, _WARPS * _WARP_KEYS, _WARPS * 32) for block_m in (32, 16)]
+    return [tile for tile in candidates if shared_memory(traits, tile) <= device.shared_memory_per_block]
 
 
 def _registers(traits: Traits, tile: Tile) -> int:
     """Registers that a thread takes, roughly: output, scores, operands on their way, and what is beside them."""
-    pieces = -(-wide_bucket(traits.head_dim_v) // (16 * _WARPS)) if traits.has_values else 0
+    pieces = -(-head_dim_bucket(traits.head_dim_v) // (16 * _WARPS)) if traits.has_values else 0
     return tile.block_m * (pieces + 2) + 66
 
 
-def wide_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
-    by_memory = blocks_in_shared_memory(device, wide_shared_memory(traits, tile))
+    by_memory = blocks_in_shared_memory(device, shared_memory(traits, tile))
     return max(1, min(by_memory, 2 if _registers(traits, tile) <= 128 else 1))
 
 
@@ -82,6 +82,6 @@ COST_WITHOUT_VALUES = Cost(
 )
 
 
-def wide_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model: without values warps wait for nobody."""
     return COST if traits.has_values else COST_WITHOUT_VALUES

@@ -8,14 +8,14 @@ from .cost import Cost
 from .tiles import TILE_KEYS_BYTES, Device, Tile, blocks_in_shared_memory, occupying_first, round_up, tile_map_bytes
 
 
-def wmma_bucket(head_dim: int) -> int:
+def head_dim_bucket(head_dim: int) -> int:
     """Multiples of 16 up to 96, then of 32."""
     return round_up(head_dim, 16 if head_dim <= 96 else 32)
 
 
-def wmma_shared_memory(traits: Traits, tile: Tile) -> int:
+def shared_memory(traits: Traits, tile: Tile) -> int:
     """Bytes of `SharedTiles` in forward_wmma.cu."""
-    bucket, bucket_v = wmma_bucket(traits.head_dim), wmma_bucket(traits.head_dim_v)
+    bucket, bucket_v = head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)
     itemsize = ITEMSIZE[traits.dtype]
     q_and_k = (tile.block_m + tile.block_n) * (bucket * itemsize + 16)
     v = tile.block_n * (bucket_v + 8) * itemsize
@@ -24,7 +24,7 @@ def wmma_shared_memory(traits: Traits, tile: Tile) -> int:
     return round_up(q_and_k + v + scores + factors + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES + 24, 32)
 
 
-def wmma_limits(traits: Traits, device: Device) -> str | None:
+def limits(traits: Traits, device: Device) -> str | None:
     """Refuse float32 that is to be float32, and formats that the device does not multiply."""
     if traits.dtype == "float32" and traits.precision != "tf32":
         return "multiplies float32 as tf32, and only under precision='tf32'"
@@ -79,7 +79,7 @@ COST_OF_TF32 = Cost(
 )
 
 
-def wmma_cost(traits: Traits) -> Cost:
+def cost(traits: Traits) -> Cost:
     """Constants for the cost model."""
     return COST_OF_TF32 if traits.precision == "tf32" else COST
 
@@ -87,10 +87,10 @@ def wmma_cost(traits: Traits) -> Cost:
 def _wmma_registers(traits: Traits, tile: Tile) -> tuple[int, int]:
     """Registers per thread that hold the output and the scores of a tile."""
     fragments = tile.block_m * 2 // tile.num_threads
-    return fragments * wmma_bucket(traits.head_dim_v) // 2, fragments * tile.block_n // 2
+    return fragments * head_dim_bucket(traits.head_dim_v) // 2, fragments * tile.block_n // 2
 
 
-def wmma_tiles(traits: Traits, device: Device) -> list[Tile]:
+def tiles(traits: Traits, device: Device) -> list[Tile]:
     """Tiles that fit registers and shared memory, in the order of `occupying_first`.
 
     What fits the registers beside the output was found by compiling; before sm_80 operands take more of them.
@@ -112,17 +112,17 @@ def wmma_tiles(traits: Traits, device: Device) -> list[Tile]:
             output <= 128
             and tile.block_n <= widest
             and not (tall and output + scores > together)
-            and wmma_shared_memory(traits, tile) <= device.shared_memory_per_block
+            and shared_memory(traits, tile) <= device.shared_memory_per_block
         ):
             fitting.append(tile)
-    return occupying_first(fitting, lambda tile: blocks_in_shared_memory(device, wmma_shared_memory(traits, tile)))
+    return occupying_first(fitting, lambda tile: blocks_in_shared_memory(device, shared_memory(traits, tile)))
 
 
-def wmma_min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
+def min_blocks(traits: Traits, tile: Tile, device: Device) -> int:
     """Blocks that shared memory allows, as long as each thread keeps the registers it needs."""
     output, scores = _wmma_registers(traits, tile)
     need = output * 5 // 4 + scores + (8 if max(traits.head_dim, traits.head_dim_v) > 96 else 0)
     need += 48 if traits.dtype == "float32" else 0
     warps = 16 if need <= 76 else 12 if need <= 112 else 8
-    by_memory = blocks_in_shared_memory(device, wmma_shared_memory(traits, tile))
+    by_memory = blocks_in_shared_memory(device, shared_memory(traits, tile))
     return max(1, min(by_memory, warps * 32 // tile.num_threads))

@@ -41,6 +41,11 @@ ITEMSIZE: dict[str, int] = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+def computed_dtype(dtype: str) -> str:
+    """Type of a computation with arrays of a type; sums, an lse and states have it, too."""
+    return "float64" if dtype == "float64" else "float32"
+
+
 class ArrayInfo(NamedTuple):
     """What the rest of the package needs to know of an array."""
 

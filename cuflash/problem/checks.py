@@ -21,6 +21,7 @@ from .arrays import (
     MISSING,
     ArrayInfo,
     brief,
+    computed_dtype,
     inspect,
     overlaps_itself,
     share_memory,
@@ -302,7 +303,7 @@ def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: An
 def check_lse(infos: dict[str, ArrayInfo], name: str, lse: Any, shape: tuple[int, ...]) -> None:
     """Check an array for the lse, which the call names `name`, and enter it in `infos`."""
     info, dtype = inspect(name, lse), infos["q"].dtype
-    expected = "float64" if dtype == "float64" else "float32"
+    expected = computed_dtype(dtype)
     if info.dtype != expected:
         raise TypeError(f"{name} has dtype {info.dtype}, expected {expected} (q has {dtype})")
     check_result(name, info, shape, list(infos.items()))
@@ -316,6 +317,11 @@ def check_result(name: str, info: ArrayInfo, shape: tuple[int, ...], others: Seq
     same_device(name, info, *others[0])
     if not info.writeable:
         raise ValueError(f"{name} is read-only, expected a writeable array")
+    check_written(name, info, others)
+
+
+def check_written(name: str, info: ArrayInfo, others: Sequence[tuple[str, ArrayInfo]]) -> None:
+    """Raise if elements of an array that is written overlap each other, or another array of the call."""
     if overlaps_itself(info.shape, info.strides, ITEMSIZE[info.dtype]):
         raise ValueError(
             f"{name} has strides {info.strides} for shape {info.shape}, so that its elements overlap each other"

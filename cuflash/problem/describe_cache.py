@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOAT_NAMES, HOST, INTEGER_NAMES, ITEMSIZE, ArrayInfo, inspect, overlaps_itself, share_memory
-from .checks import MAX_HEAD_DIM, check_heads, optional_array, parse_integer, same_device
+from .arrays import FLOAT_NAMES, HOST, INTEGER_NAMES, ArrayInfo, inspect
+from .checks import MAX_HEAD_DIM, check_heads, check_written, optional_array, parse_integer, same_device
 from .describe import first_keys, problem_with_options
 from .problem import ARRAYS, Cache, Problem, cache_shapes
 
@@ -201,10 +201,4 @@ def _check_what_is_written(caches: dict[str, ArrayInfo], infos: dict[str, ArrayI
     for name, info in caches.items():
         if not info.writeable:
             raise ValueError(f"{name} is read-only, expected a writeable array, as there is something to append")
-        if overlaps_itself(info.shape, info.strides, ITEMSIZE[info.dtype]):
-            raise ValueError(
-                f"{name} has strides {info.strides} for shape {info.shape}, so that its elements overlap each other"
-            )
-        for other_name, other in infos.items():
-            if other_name != name and info.array is not None and other.array is not None and share_memory(info, other):
-                raise ValueError(f"{name} overlaps {other_name} in memory, expected an array of its own")
+        check_written(name, info, [item for item in infos.items() if item[0] != name])

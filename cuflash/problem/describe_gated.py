@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, contiguous_strides, inspect, strides_like
+from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, computed_dtype, contiguous_strides, inspect, strides_like
 from .checks import (
     MAX_HEADS_ON_GPU,
     check_boundaries,
@@ -100,7 +100,7 @@ def describe_chunk_gated_delta_rule(
         num_sequences = infos["cu_seqlens"].shape[0] - 1
     if initial_state is not None:
         shape = num_sequences, num_heads_v, head_dim, head_dim_v
-        _state(infos, "initial_state", initial_state, shape, (_computed(infos),))
+        _state(infos, "initial_state", initial_state, shape, (computed_dtype(infos["q"].dtype),))
     chunk_size = _parse_chunk_size(chunk_size)
     scale = parse_scale(scale, head_dim, infos["q"].dtype)
     final = parse_flag("output_final_state", output_final_state)
@@ -124,7 +124,7 @@ def describe_recurrent_gated_delta_rule(
     head_dim = given["q"].shape[-1]
     others = list(given.items())
     shape = batch, num_heads_v, head_dim, head_dim_v
-    _state(given, "state", state, shape, (_computed(given),))
+    _state(given, "state", state, shape, (computed_dtype(given["q"].dtype),))
     check_result("state", given["state"], shape, others)
     scale = parse_scale(scale, head_dim, given["q"].dtype)
     _result(given, "out", out, given["v"].shape)
@@ -189,10 +189,6 @@ def _per_token(infos: dict[str, ArrayInfo], name: str, x: Any, shape: tuple[int,
     if info.shape != shape:
         raise ValueError(f"{name} has shape {info.shape}, expected {shape}")
     infos[name] = info
-
-
-def _computed(infos: dict[str, ArrayInfo]) -> str:
-    return "float64" if infos["q"].dtype == "float64" else "float32"
 
 
 def _state(infos: dict[str, ArrayInfo], name: str, x: Any, shape: tuple[Any, ...], dtypes: tuple[str, ...]) -> int:
@@ -275,7 +271,7 @@ def _problem(op: str, infos: dict[str, ArrayInfo], scale: float, chunk_size: int
     if "out" not in seen:
         seen["out"] = _new(v.shape, strides_like(v.shape, q.strides, ITEMSIZE[q.dtype]), q.dtype)
     if final and "final_state" not in seen:
-        shape, dtype = (num_sequences, num_heads_v, head_dim, head_dim_v), _computed(infos)
+        shape, dtype = (num_sequences, num_heads_v, head_dim, head_dim_v), computed_dtype(infos["q"].dtype)
         like = infos["initial_state"].strides if "initial_state" in infos else None
         size = ITEMSIZE[dtype]
         strides = strides_like(shape, like, size) if like else contiguous_strides(shape, size)
@@ -290,7 +286,7 @@ def _problem(op: str, infos: dict[str, ArrayInfo], scale: float, chunk_size: int
         dtype=q.dtype,
         gate_dtype=infos["log_g"].dtype,
         beta_dtype=infos["beta"].dtype if "beta" in infos else "",
-        state_dtype=infos["states"].dtype if "states" in infos else _computed(infos),
+        state_dtype=infos["states"].dtype if "states" in infos else computed_dtype(infos["q"].dtype),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         chunk_size=chunk_size,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from .arrays import computed_dtype
+
 
 class GatedStrides(NamedTuple):
     """The arrays of a call, each seen with all its axes: bytes from element to element, 0 where an axis is not there.
@@ -66,7 +68,7 @@ class GatedTraits(NamedTuple):
     @property
     def computed(self) -> str:
         """Type of the computation."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return computed_dtype(self.dtype)
 
 
 class GatedProblem(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, inspect, strides_like
+from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, computed_dtype, inspect, strides_like
 from .checks import same_device
 from .problem import Operand, alignment_of
 
@@ -32,7 +32,7 @@ def describe_parts(outs: Any, lses: Any) -> Parts:
     first = out_infos[0]
     if first.dtype not in FLOAT_NAMES:
         raise TypeError(f"outs[0] has dtype {first.dtype}, expected float16, bfloat16, float32 or float64")
-    lse_dtype = "float64" if first.dtype == "float64" else "float32"
+    lse_dtype = computed_dtype(first.dtype)
     for name, infos, dtype, shape in (
         ("outs", out_infos, first.dtype, first.shape),
         ("lses", lse_infos, lse_dtype, first.shape[:-1]),

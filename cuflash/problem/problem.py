@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from .arrays import ITEMSIZE
+from .arrays import ITEMSIZE, computed_dtype
 
 
 class Strides(NamedTuple):
@@ -128,7 +128,7 @@ class Traits(NamedTuple):
     @property
     def lse_dtype(self) -> str:
         """Type of the computation, of the lse and of partial results."""
-        return "float64" if self.dtype == "float64" else "float32"
+        return computed_dtype(self.dtype)
 
 
 class Cache(NamedTuple):
@@ -268,13 +268,25 @@ def alignment_of(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...])
     return bits & -bits
 
 
-def result_rows(problem: Problem) -> tuple[int, ...]:
-    """Shape of the lse, which is that of the output without its features."""
+def written_places(appends: bool) -> tuple[int, ...]:
+    """Places in `ARRAYS` of what a call writes; one that appends to a cache writes its keys and values."""
+    return _CACHES_AND_RESULTS if appends else _RESULTS
+
+
+_RESULTS = ARRAYS.index("out"), ARRAYS.index("lse")
+_CACHES_AND_RESULTS = (ARRAYS.index("k"), ARRAYS.index("v"), *_RESULTS)
+
+
+def result_axes(problem: Problem) -> tuple[int, ...]:
+    """Lengths of the axes that `out` and `lse` share, of one head also that of its head."""
     if problem.traits.op == "attention_varlen":
         return problem.seqlen_q, problem.num_heads_q
-    if problem.is_2d:
-        return (problem.seqlen_q,)
     return *problem.batch, problem.num_heads_q, problem.seqlen_q
+
+
+def result_rows(problem: Problem) -> tuple[int, ...]:
+    """Shape of the lse, which is that of the output without its features."""
+    return result_axes(problem)[problem.is_2d :]
 
 
 def describe_in_words(problem: Problem) -> str:

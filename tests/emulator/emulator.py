@@ -26,7 +26,7 @@ from cases import serves
 from cuflash.gpu.arguments import Packer, pack_pointers
 from cuflash.gpu.compile import entry_text, source_digest, source_folder
 from cuflash.gpu.launch import launch_parts
-from cuflash.gpu.merge_states import merge_steps, merge_workspace
+from cuflash.gpu.merge_parts import merge_steps, merge_workspace
 from cuflash.gpu.workspace import merge_of_splits
 from cuflash.plan.build import Program
 from cuflash.plan.plan import Plan, make_plan

@@ -85,18 +85,6 @@ extern "C" {
 void cpu_cuda_mma_half(Inputs inputs, Outputs outputs) { mma_of_pairs<float_from_half_bits>(inputs, outputs); }
 void cpu_cuda_mma_bfloat16(Inputs inputs, Outputs outputs) { mma_of_pairs<float_from_bfloat16_bits>(inputs, outputs); }
 
-void cpu_cuda_mma_tf32(Inputs inputs, Outputs outputs) {
-    // The hardware ignores the 13 bits that TF32 has not.
-    const auto value = [](unsigned int bits) { return __uint_as_float(bits & 0xffffe000u); };
-    float a[16][8], b[8][kColumns];
-    for (int lane = 0; lane < 32; ++lane) {
-        const MmaInput& input = *static_cast<const MmaInput*>(inputs[lane]);
-        for (int i = 0; i < 4; ++i) a[lane / 4 + i % 2 * 8][lane % 4 + i / 2 * 4] = value(input.a[i]);
-        for (int i = 0; i < 2; ++i) b[lane % 4 + i * 4][lane / 4] = value(input.b[i]);
-    }
-    multiply(a, b, inputs, outputs);
-}
-
 // Terms joined one after the other.
 void cpu_cuda_mma_float64(Inputs inputs, Outputs outputs) {
     double a[16][16], b[8][16];

@@ -726,26 +726,6 @@ def test_mma_m16n8k16(back_end: str, dtype: str, tmp_path: Path) -> None:
 
 
 @backends
-def test_mma_m16n8k8_tf32(back_end: str, tmp_path: Path) -> None:
-    body = """
-        const int row = lane / 4, column = lane % 4;
-        unsigned int a[4], b[2];
-        for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(in[(row + i % 2 * 8) * 8 + column + i / 2 * 4]);
-        for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(in_2[(column + i * 4) * 8 + row]);
-        float d[4] = {1, 2, 3, 4};
-        mma_m16n8k8_tf32(d, a, b);
-        for (int i = 0; i < 4; ++i) out[(row + i / 2 * 8) * 8 + column * 2 + i % 2] = d[i];
-    """
-    rng = np.random.default_rng(0)
-    a, b = (rng.standard_normal(shape).astype(np.float32) for shape in ((16, 8), (8, 8)))
-    out = _run(back_end, body, (a, b, np.empty((16, 8), np.float32)), tmp_path, "mma", ("float", "float"))
-    cut = [(x.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32) for x in (a, b)]
-    c = np.tile([[1.0, 2.0]], (16, 4))
-    c[8:] += 2
-    _assert_close(out.reshape(16, 8), *cut, c)
-
-
-@backends
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_wmma(back_end: str, dtype: str, transposed: bool, tmp_path: Path) -> None:

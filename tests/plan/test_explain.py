@@ -41,20 +41,6 @@ def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray:
     return np.zeros(shape, dtype)
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "gpu_available", lambda: False)
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any) -> None:
-        raise ImportError("no NVRTC")
-
-    monkeypatch.setattr(explain_module, "compile_offline", missing)
-    explain_module._compiled_resources.cache_clear()
-
-
 def test_numpy_arrays() -> None:
     x = zeros(2, 5, 8)
     explanation = explain(attention, x, x, x, causal=True, return_lse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,9 +17,6 @@ from cuflash.plan.table import device_of
 from cuflash.problem.gated import GatedProblem
 from cuflash.settings import AUTOMATIC
 from plan.test_explain import StandIn
-
-# The function of the same name hides the module from ordinary imports.
-explain_module = sys.modules["cuflash.explain"]
 
 FUNCTIONS = {
     "chunk_gated_output": cuflash.chunk_gated_output,
@@ -41,20 +37,6 @@ def arguments_of(op: str, dtype: Any = np.float16, make: Callable[..., Any] = np
     tokens, values, boundaries = make((200, 2, 64), dtype), make((200, 4, 64), dtype), make((3,), np.int32)
     h, gates = make((4, 4, 64, 64), dtype), make((200, 4), np.float32)
     return {"q": tokens, "k": tokens, "v_new": values, "h": h, "log_g_cumsum": gates, "cu_seqlens": boundaries}
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain_module, "gpu_available", lambda: False)
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any) -> None:
-        raise ImportError("no NVRTC")
-
-    monkeypatch.setattr(explain_module, "compile_offline", missing)
-    explain_module._compiled_resources.cache_clear()
 
 
 @operations

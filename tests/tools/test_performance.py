@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,18 +21,10 @@ from cuflash.bench.cases import GROUPS, SWEEP_ELEMENTS, SWEEP_HEADS, SWEEP_SCORE
 from cuflash.bench.device import NumpyBackend
 from cuflash.bench.measure import Request
 from cuflash.problem.arrays import FLOAT_NAMES
+from tools.programs import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PEERS = str(ROOT / "benchmarks" / "peers.py")
-
-
-def load(name: str) -> ModuleType:
-    """Import a program of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 performance = load("performance")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import doctest
-import importlib.util
 import json
 import os
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,19 +14,11 @@ import pytest
 import cuflash
 from cuflash.bench import plot
 from cuflash.bench import report as reports
+from tools.programs import load
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT = (ROOT / "README.md").read_text()
 INTRODUCTION = TEXT.partition("\n## ")[0]
-
-
-def load(name: str) -> ModuleType:
-    """Import a program of benchmarks/, which is no package."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 readme = load("readme")

@@ -6,7 +6,6 @@
 extern "C" {
 void cpu_cuda_mma_half(const void* const* inputs, void* const* outputs);
 void cpu_cuda_mma_bfloat16(const void* const* inputs, void* const* outputs);
-void cpu_cuda_mma_tf32(const void* const* inputs, void* const* outputs);
 }
 
 namespace cuflash {
@@ -22,12 +21,6 @@ inline void mma_m16n8k16(float (&d)[4], const unsigned int (&a)[4], const unsign
     const float c[4] = {d[0], d[1], d[2], d[3]};
     const MmaInput input = {a, b, c};
     cpu_cuda_collective("mma.m16n8k16", &input, &d, false, kBfloat16 ? cpu_cuda_mma_bfloat16 : cpu_cuda_mma_half);
-}
-
-inline void mma_m16n8k8_tf32(float (&d)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    const float c[4] = {d[0], d[1], d[2], d[3]};
-    const MmaInput input = {a, b, c};
-    cpu_cuda_collective("mma.m16n8k8.tf32", &input, &d, false, cpu_cuda_mma_tf32);
 }
 
 }  // namespace cuflash

@@ -55,7 +55,7 @@ def merge_steps(parts: Parts, out: int, lse: int, workspace: int) -> list[Step]:
     return [*steps, Step(last, [workspace], [partial_lses], out, lse)]
 
 
-def merge_on_gpu(parts: Parts) -> tuple[Any, Any]:
+def merge_parts_on_gpu(parts: Parts) -> tuple[Any, Any]:
     """Compute `merge_attention_states` of checked GPU arrays."""
     import cupy
 
