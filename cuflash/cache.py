@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
 import numpy as np
 
-from .cache_memory import CacheMemory, array_module_of, float_dtype_of
+from .cache_memory import CacheMemory, array_module_of
 from .kv_cache import attention_with_kv_cache
-from .problem.arrays import inspect
-from .problem.checks import MAX_HEAD_DIM
+from .problem.arrays import DTYPES, inspect, shape_of
+from .problem.checks import MAX_HEAD_DIM, dtype_name
 from .problem.hints import check_options, explains_unknown_names, passes_options_to
 from .problem.pages import Pages
 from .problem.signatures import Causal, FloatDtype
@@ -134,7 +134,7 @@ class KVCache:
         if size is None and num_pages is not None:
             raise ValueError(f"num_pages is {num_pages} but page_size is None, expected both or no num_pages")
         number = None if num_pages is None else integer_of("num_pages", num_pages, 1)
-        kind, module, pages = float_dtype_of(dtype), array_module_of(xp), None
+        kind, module, pages = DTYPES[dtype_name("dtype", dtype)], array_module_of(xp), None
         if size is not None:
             most = -(-room // size)
             pages = Pages(slots, most, slots * most if number is None else number, size)
@@ -385,12 +385,12 @@ class KVCache:
 
     def _num_new(self, q: Any, k_new: Any, batch: int) -> int:
         """Return how many keys there are to append; raise for axes that do not go with the slots."""
-        shape = tuple(getattr(q, "shape", ()))
+        shape = shape_of(q)
         if len(shape) == 4 and shape[0] != batch:
             raise ValueError(f"q has batch {shape[0]}, expected {batch}, one for each of the slots")
         if k_new is None:
             return 0
-        shape, num_heads, head_dim = tuple(getattr(k_new, "shape", ())), self._memory.num_heads, self.keys[0].shape[-1]
+        shape, num_heads, head_dim = shape_of(k_new), self._memory.num_heads, self.keys[0].shape[-1]
         if len(shape) != 4 or shape != (batch, num_heads, shape[2], head_dim):
             shape = inspect("k_new", k_new).shape
             expected = f"({batch}, {num_heads}, new keys, {head_dim})"

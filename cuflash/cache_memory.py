@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from .gpu.installed import why_no_gpu
-from .problem.arrays import DTYPE_NAMES, FLOAT_NAMES
+from .problem.arrays import DTYPE_NAMES
 from .problem.pages import Pages
 from .problem.slots import Numbers, slice_of
 
@@ -248,18 +248,6 @@ def _to_be_read(array: Any) -> Any:
         array = array.view()
         array.flags.writeable = False
     return array
-
-
-def float_dtype_of(dtype: Any) -> np.dtype[Any]:
-    """Read the dtype of a cache; TypeError for one that attention does not take."""
-    try:
-        found: np.dtype[Any] | None = None if dtype is None else np.dtype(dtype)
-    except (TypeError, ValueError):
-        found = None
-    if found is None or DTYPE_NAMES.get(found) not in FLOAT_NAMES:
-        got = dtype if found is None else found
-        raise TypeError(f"dtype is {got!r}, expected float16, bfloat16, float32 or float64")
-    return found
 
 
 def array_module_of(xp: ModuleType | None) -> Any:

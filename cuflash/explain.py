@@ -165,7 +165,7 @@ def _describe(
     caller: str, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], capability: int | None
 ) -> tuple[Problem | GatedProblem, Device | None, int]:
     """Return the problem, the GPU (None: the CPU) and its number of a call with real arrays or stand-ins."""
-    describe = _DESCRIBE.get(function) if callable(function) else None
+    describe = next((describe for known, describe in _DESCRIBE.items() if known is function), None)
     if describe is None:
         got = f"a {type(function).__name__} of shape {function.shape}" if hasattr(function, "shape") else repr(function)
         if isinstance(getattr(function, "__self__", None), KVCache):
@@ -206,7 +206,7 @@ def _describe(
 def _compute_capability(device: Any) -> int:
     """Read it as CuPy spells it, too."""
     expected = "a compute capability: an int such as 90 for 9.0, at least 50"
-    if isinstance(device, str) and device.isdecimal():
+    if isinstance(device, str) and device.isdecimal() and len(device) < 9:
         device = int(device)
     capability = parse_integer("device", device, expected)
     if not 50 <= capability < 1000:

@@ -195,7 +195,8 @@ def chunk_gated_delta_rule(
 
     it decays, what it holds for the key moves towards the value by the part :math:`\beta`, and the query reads it. The
     work is linear in the number of tokens. Inside a chunk the updates :math:`u` are found at once, by a triangular
-    system [2]_; the result is that of the recurrence, beyond rounding.
+    system [2]_; the result is that of the recurrence, beyond rounding. Infinities and NaN of k, v or beta, and products
+    of keys that overflow, reach earlier tokens of their chunk, too.
 
     Parameters
     ----------

@@ -26,6 +26,8 @@ except ImportError as error:
 
 NAME = "fused"
 """Not cuflash: what has "flash" in its name is looked for among kernels of flash-attn."""
+REFUSED = ("indices", "block_indices", "sinks")
+"""What changes a result and cuflash has not: choices of keys that are in no mask, and sinks of single queries."""
 
 
 def attend(
@@ -40,20 +42,24 @@ def attend(
     is_causal: bool | None = None,
     position_bias: Any = None,
     dropout: float = 0.0,
-    **unused: Any,
+    **others: Any,
 ) -> tuple[Any, None]:
     """Take (batch, heads, tokens, head_dim), as transformers calls it, and return (batch, tokens, heads, head_dim_v).
 
     A sliding window is part of the mask. Without one, a causal call with more keys than queries is the first of a cache
     of fixed size, whose rows behind the queries are still empty.
     """
-    if position_bias is not None or dropout:
-        raise ValueError("position_bias and dropout are not passed on to cuflash, expected a model without them")
+    given = [name for name in REFUSED if others.get(name) is not None] + ["dropout"] * bool(dropout)
+    if given:
+        raise ValueError(f"{given[0]} is not passed on to cuflash, expected a model without it")
     batch, heads, tokens, _ = query.shape
     out = query.new_empty(batch, tokens, heads, value.shape[-1])
-    is_causal = module.is_causal if is_causal is None else is_causal
+    is_causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     causal = "top_left" if is_causal and attention_mask is None and tokens > 1 else False
-    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "mask": attention_mask, "causal": causal}
+    mask, bias = attention_mask, position_bias
+    if mask is not None and mask.dtype != torch.bool:  # it is added to the scores
+        mask, bias = None, mask if bias is None else mask + bias
+    options = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "mask": mask, "bias": bias, "causal": causal}
     cuflash.attention(query, key, value, out=out.transpose(1, 2), **options)
     return out, None
 

@@ -91,7 +91,7 @@ def find_on_host(
     key = tuple(parts)
     try:
         return key, _calls.get(key), arrays
-    except TypeError:
+    except (TypeError, ValueError):  # an option has no hash
         return None, None, ()
 
 

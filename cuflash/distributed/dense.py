@@ -12,7 +12,7 @@ import numpy as np
 from ..cpu.execute import check_settings
 from ..gpu.copies import use_device
 from ..gpu.nccl import NcclLink, communicator_of
-from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, inspect
+from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, brief, inspect
 from ..problem.checks import check_apart, clamp_offset, optional_array, parse_causal, parse_integer
 from ..problem.describe import describe_attention
 from ..problem.hints import check_options
@@ -240,11 +240,18 @@ def _task(problem: Problem, infos: dict[str, ArrayInfo], calls: list[Call], caus
 def _link(comm: Any, timeout: Any) -> tuple[Link, Exception | None]:
     """Return how ranks are connected, and what is wrong with the timeout, which the others must hear of."""
     error: Exception | None = None
-    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, Real)):
+    seconds: float | None = TIMEOUT
+    if timeout is None:
+        seconds = None
+    elif isinstance(timeout, bool) or not isinstance(timeout, Real):
         error = TypeError(f"timeout is a {type(timeout).__name__}, expected seconds, or None")
-    elif timeout is not None and not float(timeout) > 0:
-        error = ValueError(f"timeout is {timeout}, expected seconds above 0, or None")
-    seconds = TIMEOUT if error else None if timeout is None else float(timeout)
+    elif not timeout > 0:  # type: ignore[operator]
+        error = ValueError(f"timeout is {brief(timeout)}, expected seconds above 0, or None")
+    else:
+        try:
+            seconds = float(timeout)
+        except OverflowError:
+            seconds = None
     libraries = {kind.__module__.partition(".")[0] for kind in type(comm).__mro__}
     communicator = communicator_of(comm) if libraries & {"cupy", "cupyx", "cupy_backends"} else None
     if communicator is not None:

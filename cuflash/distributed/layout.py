@@ -9,10 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from ..problem.arrays import inspect
+from ..problem.arrays import ArrayInfo, brief, inspect
+from ..problem.checks import same_device
+from ..problem.slots import integer_of
 
 Layout = Literal["contiguous", "zigzag"]
 LAYOUTS = ("contiguous", "zigzag")
+MAX_RANKS = 65536
 
 
 class Segment(NamedTuple):
@@ -145,9 +148,10 @@ def shard(x: Any, rank: int, size: int, *, axis: int = -2, layout: Layout = "con
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
     check_layout(layout)
-    x = _array("x", x, axis)
-    if not 0 <= rank < size:
-        raise ValueError(f"rank is {rank}, expected one of {size}, counted from 0")
+    info = inspect("x", x)
+    x, axis = info.array, _axis_of("x", info, axis)
+    size = integer_of("size", size, 1, MAX_RANKS)
+    rank = integer_of("rank", rank, 0, size - 1)
     length = x.shape[axis]
     ((*segments,),) = parts_of(_even_lengths(length, size), layout, 1)[rank]
     pieces = [_rows(x, axis, slice(s.start, s.start + s.length)) for s in segments]
@@ -181,7 +185,11 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
         )
     if not parts:
         raise ValueError("parts is empty, expected one array for each rank")
-    parts = [_array(f"parts[{rank}]", x, axis) for rank, x in enumerate(parts)]
+    infos = [inspect(f"parts[{rank}]", x) for rank, x in enumerate(parts)]
+    axis = _axis_of("parts[0]", infos[0], axis)
+    for rank, info in enumerate(infos):
+        _check_alike(f"parts[{rank}]", info, infos[0], axis)
+    parts = [info.array for info in infos]
     pieces = [
         (segment.start, _rows(x, axis, slice(segment.at, segment.at + segment.length)))
         for x, ((*segments,),) in zip(parts, parts_of([x.shape[axis] for x in parts], layout, 1), strict=True)
@@ -194,14 +202,27 @@ def unshard(parts: Sequence[Any], *, axis: int = -2, layout: Layout = "contiguou
 def check_layout(layout: Any) -> None:
     """Raise ValueError for a layout that there is not."""
     if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout is {layout!r}, expected 'contiguous' or 'zigzag'")
+        raise ValueError(f"layout is {brief(layout)}, expected 'contiguous' or 'zigzag'")
 
 
-def _array(name: str, x: Any, axis: int) -> Any:
-    info = inspect(name, x)
-    if not -len(info.shape) <= axis < len(info.shape):
-        raise ValueError(f"axis is {axis}, but {name} has shape {info.shape}")
-    return info.array
+def _axis_of(name: str, info: ArrayInfo, axis: Any) -> int:
+    """Number of an axis, counted from the first one."""
+    num_axes = len(info.shape)
+    if not num_axes:
+        raise ValueError(f"{name} has shape (), expected an axis of the sequence")
+    return integer_of("axis", axis, -num_axes, num_axes - 1) % num_axes
+
+
+def _check_alike(name: str, info: ArrayInfo, first: ArrayInfo, axis: int) -> None:
+    """Check what an array of one rank has in common with that of the first one."""
+    same_device(name, info, "parts[0]", first)
+    if info.dtype != first.dtype:
+        raise TypeError(f"{name} has dtype {info.dtype} but parts[0] has {first.dtype}")
+    others, expected = ((*x.shape[:axis], *x.shape[axis + 1 :]) for x in (info, first))
+    if len(info.shape) != len(first.shape) or others != expected:
+        raise ValueError(
+            f"{name} has shape {info.shape} but parts[0] has {first.shape}, expected the same along all axes but {axis}"
+        )
 
 
 def _even_lengths(length: int, size: int) -> list[int]:

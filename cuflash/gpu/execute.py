@@ -122,7 +122,7 @@ def find_on_gpu(
     key = options, settings(), places, devices, dtypes, shapes, strides, alignment
     try:
         launch = _launches.get(key)
-    except TypeError:
+    except (TypeError, ValueError):  # an option has no hash
         return None, None, pointers
     if launch is None:
         launch = _launch_of_known_kind(key, pointers)

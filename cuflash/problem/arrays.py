@@ -131,6 +131,12 @@ _WRITTEN = ("out", "lse", "workspace", "state", "k_cache", "v_cache")
 """Arrays of which a copy would not do."""
 
 
+def shape_of(x: Any) -> tuple[int, ...]:
+    """Shape of an array, () for what is none, which the call refuses."""
+    shape = getattr(x, "shape", ())
+    return shape if isinstance(shape, tuple) else ()
+
+
 def brief(x: Any) -> str:
     """Say what an argument is, in a few words however large it is."""
     if x is None:

@@ -29,6 +29,8 @@ from .arrays import (
 from .hints import axes_hint, dtype_hint
 
 MAX_HEAD_DIM = 512
+MOST_BITS = 4096
+"""Of an int that an error can name."""
 BOUNDARY = 16
 """Bytes; where partial results begin in a workspace."""
 MAX_SCALE = {"float16": 1e30, "bfloat16": 1e30, "float32": 1e30, "float64": 1e300}
@@ -156,11 +158,14 @@ def parse_integer(name: str, x: Any, expected: str) -> int:
     if isinstance(x, (bool, np.bool_)):
         raise TypeError(f"{name} is {x} (bool), expected {expected}")
     try:
-        return operator.index(x)
+        value = operator.index(x)
     except TypeError:
         kind = "" if x is MISSING else f" ({type(x).__name__})"
         hint = "; pass np.asarray(x)" if isinstance(x, (list, tuple)) and "array" in expected else ""
         raise TypeError(f"{name} is {brief(x)}{kind}, expected {expected}{hint}") from None
+    if value.bit_length() > MOST_BITS:
+        raise ValueError(f"{name} is {brief(value)}, expected {expected}")
+    return value
 
 
 def parse_causal(causal: Any, query_offset: Any, bottom_right: int | None) -> tuple[int | None, int | None]:
@@ -223,7 +228,7 @@ def parse_flag(name: str, flag: Any) -> bool:
 
 def _real(name: str, x: Any, hint: str) -> float:
     is_number = isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype in DTYPE_NAMES)
-    if not is_number or isinstance(x, (bool, np.bool_)):
+    if not is_number or isinstance(x, (bool, np.bool_, np.timedelta64)):
         is_array = getattr(x, "shape", None) == () and not isinstance(x, np.generic)
         more = "; pass float(x), which waits for a GPU" if is_array else ""
         raise TypeError(f"{name} is {brief(x)}, expected a finite real number{hint}{more}")
@@ -267,7 +272,7 @@ def parse_precision(precision: Any, dtype: str) -> str:
     return precision
 
 
-def _dtype_name(name: str, dtype: Any) -> str:
+def dtype_name(name: str, dtype: Any) -> str:
     try:
         # NumPy reads a number's dtype, but numbers of several dtypes are equal.
         found = None if isinstance(dtype, np.generic) else np.dtype(dtype)
@@ -282,7 +287,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
 def check_results(infos: dict[str, ArrayInfo], out: Any, lse: Any, out_dtype: Any, out_shape: tuple[int, ...]) -> str:
     """Check `out`, `lse` and `out_dtype`; return the element type of `out`."""
     dtype = infos["q"].dtype
-    out_name = dtype if out_dtype is None else _dtype_name("out_dtype", out_dtype)
+    out_name = dtype if out_dtype is None else dtype_name("out_dtype", out_dtype)
     if out is None and lse is None:
         return out_name
     if out is not None:

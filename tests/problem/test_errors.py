@@ -257,6 +257,11 @@ SCALARS = [
         bad(f"causal-{type(value).__name__}", TypeError, ("causal is", "expected False, True"), given(causal=value))
         for value in (1, None, 0.0, [True], np.ones(1, bool))
     ),
+    *(
+        bad(f"{name}-timedelta{unit}", TypeError, (f"{name} is np.timedelta64(1", "expected"), given(**{name: value}))
+        for unit, value in (("", np.timedelta64(1)), ("-s", np.timedelta64(1, "s")), ("-ns", np.timedelta64(1, "ns")))
+        for name in ("scale", "softcap", "causal", "return_lse")
+    ),
     bad("return_lse", TypeError, ("return_lse is 'no', expected True or False",), given(return_lse="no")),
     bad("causal-None-in-words", TypeError, ("causal is None, expected False, True",), given(causal=None)),
     bad("softcap-fraction", ValueError, ("softcap is -0.5", "above 0", "None"), given(softcap=Fraction(-1, 2))),

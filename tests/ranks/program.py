@@ -175,12 +175,18 @@ def dies() -> None:
 def wrong() -> None:
     """Arguments of one rank that are wrong in ways that keep others from having an array even."""
 
-    class Unprintable:
-        def __repr__(self) -> str:
-            raise OSError("no repr")
+    class Unreadable:
+        def __index__(self) -> int:
+            raise OSError("no number")
 
     x = np.ones((2, 10, 8))
-    for options in ({"timeout": 0}, {"timeout": "5"}, {"workspace": x}, {"is_causal": True}, {"layout": Unprintable()}):
+    for options in (
+        {"timeout": 0},
+        {"timeout": "5"},
+        {"workspace": x},
+        {"is_causal": True},
+        {"num_parts": Unreadable()},
+    ):
         given: dict[str, Any] = dict(options) if comm.rank == 1 else {}
         try:
             distributed.attention(x, x, x, comm, **given)

@@ -83,7 +83,7 @@ def test_wrong_arguments_of_one_process() -> None:
         "rank 1 raised TypeError: attention() of several processes takes no workspace; cuflash.attention does",
         "rank 1 raised TypeError: attention() got an unexpected keyword argument 'is_causal'; cuflash calls it causal "
         "(True lets the last query see the last key; 'top_left' lines up the first ones, as PyTorch does)",
-        "rank 1 raised OSError: no repr",
+        "rank 1 raised OSError: no number",
     ]
 
 

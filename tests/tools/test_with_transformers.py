@@ -72,7 +72,10 @@ MODELS = {
     "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "attn_logit_softcapping": 5.0},
     "gpt_oss": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "num_local_experts": 4},
     "bert": {},
+    "splinter": {},
+    "layoutlm": {},
 }
+ENCODERS = ("bert", "splinter", "layoutlm")
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -82,7 +85,7 @@ def test_agrees_with_eager_attention(kind: str, cache: str | None, attend_on_hos
     import transformers
 
     torch.manual_seed(0)
-    generates = kind != "bert"
+    generates = kind not in ENCODERS
     auto = transformers.AutoModelForCausalLM if generates else transformers.AutoModel
     model = auto.from_config(transformers.AutoConfig.for_model(kind, **SMALL, **MODELS[kind])).float().eval()
     tokens = torch.randint(3, 64, (2, 12))
@@ -102,3 +105,34 @@ def test_agrees_with_eager_attention(kind: str, cache: str | None, attend_on_hos
             results.append(found)
         for expected, ours in zip(*results, strict=True):
             assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def test_agrees_where_positions_have_a_bias(attend_on_host: None) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, initializer_factor=3.0
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    tokens = torch.randint(3, 64, (2, 12))
+    mask = torch.ones_like(tokens)
+    mask[0, 8:] = 0
+    results = []
+    for name in ("eager", "fused"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            results.append(model(tokens, attention_mask=mask, decoder_input_ids=tokens[:, :7]).logits)
+    expected, ours = results
+    assert (ours - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", ["indices", "block_indices", "sinks", "dropout"])
+def test_what_is_not_passed_on_is_refused(name: str, attend_on_host: None) -> None:
+    import torch
+    import with_transformers
+
+    x = torch.ones(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=f"^{name} is not passed on to cuflash, expected a model without it"):
+        with_transformers.attend(None, x, x, x, None, **{name: 0.1 if name == "dropout" else torch.zeros(1, 5, 3)})
