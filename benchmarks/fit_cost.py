@@ -74,6 +74,8 @@ TRIALS = 12000
 OFF = 0.1
 """Share of errors of predicted times in what is to be least."""
 SPECS = {spec.name: spec for spec in KERNELS}
+FOR_FEW = "forward_decode", "precise_decode"
+"""Kernels for few rows of a key head."""
 
 
 class Case(NamedTuple):
@@ -173,7 +175,42 @@ def cases() -> list[Case]:
     found += windows("forward_mma", "float16", (64, 96, 128, 192, 256), 30)
     for kernel in ("precise_wgmma", "precise_float32"):
         found += windows(kernel, "float32", (64, 128, 256), 20)
-    return list(dict.fromkeys([*found, *point_clouds()]))
+    return list(dict.fromkeys([*found, *point_clouds(), *of_any_size()]))
+
+
+def of_any_size() -> Iterator[Case]:
+    """The same problems for each kernel that may serve them, with as few or as many batches as there can be.
+
+    So short ones come in many waves of blocks, too.
+    """
+    rng = random.Random(17)
+    narrow = "forward_wgmma", "forward_mma", "forward_decode"
+    single = "precise_wgmma", "precise_float32", "precise_decode", "forward_scalar"
+    double = "precise_float64", "precise_wide", "forward_scalar"
+    for dtype, count, most, kernels in (
+        ("float16", 300, 4e11, narrow),
+        ("float32", 110, 4e10, single),
+        ("float64", 50, 1e10, double),
+    ):
+        for _ in range(count):
+            head_dim = rng.choice((16, 32, 40, 64, 64, 72, 80, 96, 128, 128, 160, 192, 256))
+            heads = rng.choice((1, 2, 4, 8, 12, 16, 24, 32, 40, 64))
+            heads_kv = heads // rng.choice((1, 1, 1, 2, 4)) if heads % 4 == 0 else heads
+            seqlen_q = seqlen_k = round(2 ** rng.uniform(3, 14 if dtype == "float16" else 12))
+            if rng.random() < 0.4:
+                seqlen_q = seqlen_k = max(64, seqlen_q // 64 * 64)
+            causal, kind = rng.random() < 0.5, rng.random()
+            if kind < 0.15:
+                seqlen_q, seqlen_k, causal = rng.choice((1, 1, 2, 4, 8, 16)), round(2 ** rng.uniform(7, 16)), False
+            elif kind < 0.3:
+                seqlen_k, causal = round(2 ** rng.uniform(4, 11)), False
+            one = Case("", dtype, 1, heads, heads_kv, seqlen_q, seqlen_k, head_dim, causal)
+            elements = (heads * seqlen_q + heads_kv * seqlen_k) * head_dim
+            batch = int(2 ** rng.uniform(0, max(0.0, math.log2(min(most / one.flops, 5e8 / elements, 512)))))
+            for kernel in kernels:
+                spec, rows = SPECS[kernel], seqlen_q * heads // heads_kv
+                if head_dim <= spec.max_head_dim and (kernel not in FOR_FEW or rows <= 64):
+                    yield one._replace(kernel=kernel, batch=batch)
 
 
 def few_queries(kernel: str, dtype: str, heads_kv: int) -> Iterator[Case]:
@@ -281,15 +318,16 @@ def draw(rng: random.Random, kernel: str, dtype: str, head_dims: tuple[int, ...]
 
 
 def candidates(case: Case, device: Device) -> Iterator[tuple[Tile, int]]:
-    """Tiles and numbers of splits worth measuring: usual ones, and those that the model would choose for a tile."""
+    """Tiles and splits worth measuring: not too many of them, and the number that the model would choose for a tile."""
     problem, spec = case.describe(), SPECS[case.kernel]
     rows = case.seqlen_q * case.heads // case.heads_kv
     tiles = spec.tiles(problem.traits, device)
     lowest = min(tile.block_m for tile in tiles)
+    every = find_builds(problem.traits, device, Settings(spec.name, "", False))[0].predict(lengths_of(problem), True)
+    expected = {prediction.tile: prediction.time for prediction in every}
     for tile in tiles:
         num_blocks = make_plan(problem, device, Settings(spec.name, str(tile), False), 1).num_blocks
-        far_too_low = num_blocks > 24 * device.num_multiprocessors and rows >= 4 * tile.block_m and tile.block_m < 32
-        if tile.block_m > max(4 * rows, 128, lowest) or far_too_low:
+        if tile.block_m > max(4 * rows, 128, lowest) or expected[str(tile)] > 3 * min(expected.values()):
             continue
         resident = spec.min_blocks(problem.traits, tile, device) * device.num_multiprocessors
         chosen = find_builds(problem.traits, device, Settings(spec.name, str(tile), False))[0].choose(

@@ -9,7 +9,7 @@ says how far its choices are from the best ones; other GPUs differ in all of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import sqrt
+from math import gcd, sqrt
 from typing import NamedTuple
 
 from ..problem.problem import Problem
@@ -307,8 +307,10 @@ def walk_of(lengths: Lengths, tile: Tile) -> Walk:
     fewer = fewer_of_pairs = max(later_keys - (queries - tile_queries) / 2, 0.0)
     if later_keys < queries:
         fewer = later_keys * (later_keys + tile_queries) / (2 * queries)
-    average, of_pairs = (max(1 - some / keys, 0.0) for some in (fewer, fewer_of_pairs))
-    return Walk(num_tiles, -(-keys // block_n), average, num_keys, num_pairs, of_pairs)
+    # Where tiles of rows end in the middle of one of keys, that is walked through all the same: by half of it more.
+    num_steps, beyond = -(-keys // block_n), (block_n - gcd(tile_queries, block_n)) / 2
+    average, of_pairs = (min((keys - some + beyond) / block_n / num_steps, 1.0) for some in (fewer, fewer_of_pairs))
+    return Walk(num_tiles, num_steps, average, num_keys, num_pairs, of_pairs)
 
 
 def time_of_a_split(cost: Cost, lengths: Lengths, features: int) -> float:

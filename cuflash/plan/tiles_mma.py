@@ -51,20 +51,21 @@ _LAST_TILE = Tile(16, 32, 64)
 
 
 COST = Cost(
-    product=4.77e-07,
-    weight=1.57e-05,
-    load=3.69e-06,
+    product=4.64e-07,
+    weight=1.76e-06,
+    load=7.38e-06,
     tile=0.133,
-    latency=0.481,
-    latency_load=2.04e-05,
-    copy=0.00219,
-    exposed_copy=0.0037,
-    block=4.41,
-    block_load=0.0124,
-    merge=3.5,
-    merge_split=0.041,
+    latency=0.499,
+    latency_load=1.42e-05,
+    copy=0.0021,
+    exposed_copy=0.00226,
+    block=3.93,
+    block_load=0.0138,
+    merge=3.04,
+    merge_split=0.0424,
     merge_byte=2.11e-07,
     stream=4.82e-07,
+    start=0.00529,
 )
 COST_OF_SHARED_ROWS = Cost(
     product=2.89e-07,

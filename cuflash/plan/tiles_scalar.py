@@ -51,19 +51,19 @@ _SCALAR_TILES = {
 
 
 COST = Cost(
-    product=6.01e-06,
-    weight=8.5e-05,
-    load=2.6e-05,
-    tile=0.158,
-    latency=1.05,
-    latency_load=0.000134,
-    copy=0.0211,
-    exposed_copy=0.000103,
-    block=0.925,
-    block_load=0.0822,
-    merge=6.77,
-    merge_split=0.0575,
-    merge_byte=1.76e-07,
+    product=6.41e-06,
+    weight=3.53e-05,
+    load=3.17e-05,
+    tile=0.287,
+    latency=0.308,
+    latency_load=9.83e-05,
+    copy=0.0206,
+    exposed_copy=0.000512,
+    block=5.26,
+    block_load=0.0836,
+    merge=2.08,
+    merge_split=0.0236,
+    merge_byte=2.65e-07,
 )
 COST_OF_DOUBLES = Cost(
     product=1.74e-05,

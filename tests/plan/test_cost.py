@@ -98,6 +98,16 @@ def test_causal_tiles_see_half_of_the_keys_and_half_a_tile() -> None:
     assert walk_of(Lengths(1024, 1, 3, 1024, 0, None), Tile(64, 64, 128)) == Walk(48, 16, 1.0, 3072, 32)
 
 
+@pytest.mark.parametrize(("rows", "keys"), [(192, 128), (192, 80), (192, 112), (64, 128), (16, 64), (128, 96)])
+def test_causal_tiles_that_end_in_the_middle_of_one_of_keys_walk_through_all_of_it(rows: int, keys: int) -> None:
+    length = rows * keys  # so that tiles end at all the places where they can
+    walk = walk_of(Lengths(length, 1, 1, length, length - 1, None), Tile(rows, keys, 128))
+    steps = [-(-end // keys) for end in range(rows, length + 1, rows)]
+    assert walk.num_steps == max(steps)
+    assert walk.average * walk.num_steps == pytest.approx(np.mean(steps))
+    assert walk.of_pairs * walk.num_steps == pytest.approx(np.mean(steps))
+
+
 def test_pairs_of_a_window_are_not_alike() -> None:
     """Some have two tiles that see all of it; where it is half of the keys and more each has one that does not."""
     tile = Tile(64, 64, 128, 2, walks_on=True)
@@ -220,9 +230,10 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
-        large = {"precise_float32": 0.3, "precise_float32, tf32": 0.35, "forward_wmma, tf32": 0.32}
-        large |= {"forward_scalar": 0.27, "forward_scalar, float64": 0.53, "precise_float64": 0.4}
-        worst = {"among kernels": 0.47, **large}.get(name, 0.25)
+        large = {"precise_float32, tf32": 0.33, "forward_wmma, tf32": 0.32}
+        large |= {"forward_scalar": 0.52, "forward_scalar, float64": 0.53, "precise_float32": 0.38}
+        large |= {"forward_mma, two warps to a row": 0.36, "forward_wgmma": 0.36, "precise_float64": 0.3}
+        worst = {"among kernels": 0.38, **large}.get(name, 0.2)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 

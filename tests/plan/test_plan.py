@@ -165,7 +165,7 @@ float64 D=512 on 61, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 
 float64 D=512 on 75, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x1
 float64 D=512 on 86, forward_scalar, 4x16/32, grid 65536, 34080 B, batch 0:4, D 512/512, align 16, x2
 float16 D=1, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 2, x3
-float16 D=16, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
+float16 D=16, forward_mma, 128x64x2/128, grid 2048, 25568 B, batch 0:4, D 16/16, align 16, x3
 float16 D=32, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 32/32, align 16, x1
 float16 D=80, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 80/80, align 16, x1
 float16 D=96, forward_wgmma, 192x112x2/512, grid 1408, 179200 B, batch 0:4, D 96/96, align 16, x1
@@ -208,7 +208,7 @@ points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 782, splits 2, 17840 B, D 16/1, align 8, x2
-points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
+points, few queries, forward_scalar, 16x64/128, grid 121, splits 121, 16032 B, D 16/16, align 4, x3
 no queries, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
 no keys, forward_wgmma, 64x64x2/128, grid 8, 47104 B, batch 0:2, D 64/64, align 16, x4
 no batch, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:0, D 64/64, align 16, x4
@@ -216,11 +216,11 @@ no heads, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align
 (B, N, H, D) swapped, forward_wgmma, 64x64x2/128, grid 1024, 47104 B, batch 0:4, D 64/64, align 16, x4
 three batch axes, forward_wgmma, 64x128x2/256, grid 240, 79872 B, batch 0:2 1:3 2:5, D 64/64, align 16, x2
 batch of q broadcast, forward_wgmma, 64x128x2/256, grid 72, 79872 B, batch 0:9, D 64/64, align 16, x2
-six batch axes, forward_scalar, 4x16/32, grid 72, 10272 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x12
-unaligned rows, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 1, x3
-unaligned address, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
-D=68 of float16, forward_mma, 64x64x2/128, grid 16, 60128 B, batch 0:2, D 80/80, align 2, x3
-every second feature, forward_mma, 64x64x2/128, grid 16, 49888 B, batch 0:2, D 64/64, align 2, x3
+six batch axes, precise_decode, 8x16/128, grid 36, 13216 B, batch 2:2 3:3 4:2 5:3, outer 0:2 1:3, D 64/64, align 16, x3
+unaligned rows, forward_mma, 32x64x2/64, grid 32, 43616 B, batch 0:2, D 64/64, align 1, x5
+unaligned address, forward_mma, 32x64x2/64, grid 32, 43616 B, batch 0:2, D 64/64, align 2, x5
+D=68 of float16, forward_mma, 32x64x2/64, grid 32, 52832 B, batch 0:2, D 80/80, align 2, x4
+every second feature, forward_mma, 32x64x2/64, grid 32, 43616 B, batch 0:2, D 64/64, align 2, x5
 softcap window, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D 64/64, align 16, x4, 16 at once, softcap
 bias mask, forward_mma, 64x64x2/128, grid 128, 49888 B, batch 0:4, D 64/64, align 16, x3, mask bias=float32
 bias D=256, forward_wgmma, 128x64x2/384, grid 2048, 206848 B, batch 0:4, D 256/256, align 16, x1, bias=float16
@@ -229,8 +229,8 @@ sinks alibi_slopes, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D
 out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1, out=float32
 varlen, forward_wgmma, 64x64x2/128, grid 2208, 47104 B, D 64/64, align 16, x4, 16 at once, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, 8 at once, varlen
-varlen, no tokens, forward_scalar, 16x64/128, grid 0, 43680 B, D 64/64, align 16, x3, 4 at once, varlen
-varlen, no sequences, forward_scalar, 4x16/32, grid 16, 10272 B, D 64/64, align 16, x12, 4 at once, varlen
+varlen, no tokens, precise_decode, 2x16/128, grid 0, 3456 B, D 64/64, align 16, x4, 4 at once, varlen
+varlen, no sequences, precise_decode, 2x16/128, grid 28, 3456 B, D 64/64, align 16, x4, 4 at once, varlen
 """
 
 
