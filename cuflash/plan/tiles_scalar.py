@@ -51,19 +51,20 @@ _SCALAR_TILES = {
 
 
 COST = Cost(
-    product=6.41e-06,
-    weight=3.53e-05,
-    load=3.17e-05,
-    tile=0.287,
-    latency=0.308,
-    latency_load=9.83e-05,
-    copy=0.0206,
-    exposed_copy=0.000512,
-    block=5.26,
-    block_load=0.0836,
-    merge=2.08,
-    merge_split=0.0236,
-    merge_byte=2.65e-07,
+    product=5.99e-06,
+    weight=9.8e-05,
+    load=2.51e-05,
+    tile=0.21,
+    latency=0.997,
+    latency_load=0.00013,
+    copy=0.0167,
+    exposed_copy=1.02e-05,
+    block=2.31,
+    block_load=0.0944,
+    merge=3.39,
+    merge_split=0.0426,
+    merge_byte=1.46e-07,
+    start=0.0169,
 )
 COST_OF_DOUBLES = Cost(
     product=1.74e-05,

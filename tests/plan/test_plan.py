@@ -208,7 +208,7 @@ points float32 D=3, forward_points, 512x256/128, grid 392, splits 2, 4320 B, D 3
 points float32 D=16, forward_points, 512x256/128, grid 392, splits 2, 17840 B, D 16/1, align 4, x2
 points float64 D=3, forward_points, 256x128/128, grid 391, 4320 B, D 3/1, align 8, x3
 points float64 D=16, forward_points, 256x128/128, grid 782, splits 2, 17840 B, D 16/1, align 8, x2
-points, few queries, forward_scalar, 16x64/128, grid 121, splits 121, 16032 B, D 16/16, align 4, x3
+points, few queries, forward_points, 8x512/128, grid 98, splits 98, 12544 B, D 3/3, align 4, x6
 no queries, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:2, D 64/64, align 16, x4
 no keys, forward_wgmma, 64x64x2/128, grid 8, 47104 B, batch 0:2, D 64/64, align 16, x4
 no batch, forward_wgmma, 64x64x2/128, grid 0, 47104 B, batch 0:0, D 64/64, align 16, x4
@@ -229,7 +229,7 @@ sinks alibi_slopes, forward_wgmma, 64x64x2/128, grid 4096, 47104 B, batch 0:4, D
 out_dtype, forward_wgmma, 192x128x2/512, grid 1408, 105472 B, batch 0:4, D 64/64, align 16, x1, out=float32
 varlen, forward_wgmma, 64x64x2/128, grid 2208, 47104 B, D 64/64, align 16, x4, 16 at once, varlen
 varlen, GQA, short, forward_mma, 16x16/32, grid 2416, 8128 B, heads 4 of 4, D 64/64, align 16, x16, 8 at once, varlen
-varlen, no tokens, precise_decode, 2x16/128, grid 0, 3456 B, D 64/64, align 16, x4, 4 at once, varlen
+varlen, no tokens, forward_scalar, 4x16/32, grid 0, 10272 B, D 64/64, align 16, x12, 4 at once, varlen
 varlen, no sequences, precise_decode, 2x16/128, grid 28, 3456 B, D 64/64, align 16, x4, 4 at once, varlen
 """
 
