@@ -39,7 +39,7 @@ def core_programs(device: Device) -> list[Program]:
 def _attention_plans(device: Device) -> Iterator[Plan]:
     for dtype in FLOAT_NAMES:
         for head_dim in CORE_HEAD_DIMS:
-            x = _stand_in((4, 16, 1024, head_dim), dtype)
+            x = _stand_in((8, 16, 1024, head_dim), dtype)
             problem, _ = describe_attention(x, x, x)
             yield make_plan(problem, device, AUTOMATIC)
 
