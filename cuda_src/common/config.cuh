@@ -40,24 +40,19 @@
 #ifndef CUFLASH_STAGES
 #define CUFLASH_STAGES 1
 #endif
-// Warps that share their rows, in kernels where some do.
-#ifndef CUFLASH_WARPS_PER_ROW
+#ifndef CUFLASH_WARPS_PER_ROW  // warps that share their rows, in kernels where some do
 #define CUFLASH_WARPS_PER_ROW 1
 #endif
-// Into how many parts the keys of a tile are divided among such warps, in kernels where they are.
-#ifndef CUFLASH_KEY_SHARES
+#ifndef CUFLASH_KEY_SHARES  // parts into which the keys of a tile are divided among such warps, where they are
 #define CUFLASH_KEY_SHARES 1
 #endif
-// Whether warpgroups multiply (wgmma): one for every 64 rows. Other threads load what they multiply, if there are any.
-#ifndef CUFLASH_WARPGROUPS
+#ifndef CUFLASH_WARPGROUPS  // whether warpgroups multiply (wgmma), one for every 64 rows; other threads load
 #define CUFLASH_WARPGROUPS 0
 #endif
-// Products of pairs of float16 that make one of floats: three, or one, which is what tf32 keeps.
-#ifndef CUFLASH_PRODUCTS
+#ifndef CUFLASH_PRODUCTS  // of pairs of float16 that make one of floats: three, or one, which is what tf32 keeps
 #define CUFLASH_PRODUCTS 3
 #endif
-// Whether keys and values are what an earlier launch has made of them.
-#ifndef CUFLASH_PREPARED
+#ifndef CUFLASH_PREPARED  // whether keys and values are what an earlier launch has made of them
 #define CUFLASH_PREPARED 0
 #endif
 #ifndef CUFLASH_MIN_BLOCKS
@@ -77,25 +72,22 @@
 #ifndef CUFLASH_VARLEN
 #define CUFLASH_VARLEN 0
 #endif
-// Whether each batch has a query offset of its own, in an array; a length, likewise; and whether its keys lie in pages.
-#ifndef CUFLASH_QUERY_OFFSET
+#ifndef CUFLASH_QUERY_OFFSET  // whether each batch has one of its own, in an array; lengths likewise
 #define CUFLASH_QUERY_OFFSET 0
 #endif
 #ifndef CUFLASH_SEQLENS_K
 #define CUFLASH_SEQLENS_K 0
 #endif
-#ifndef CUFLASH_PAGED
+#ifndef CUFLASH_PAGED  // whether keys lie in pages
 #define CUFLASH_PAGED 0
 #endif
-// Whether blocks go on to other tiles of rows, as many blocks as the GPU holds.
-#ifndef CUFLASH_WALKS_ON
+#ifndef CUFLASH_WALKS_ON  // whether blocks, as many as the GPU holds, go on to other tiles of rows
 #define CUFLASH_WALKS_ON 0
 #endif
-// Partial results to merge: how many there may be, a power of two, and with 8 any number.
-#ifndef CUFLASH_STACKED
+#ifndef CUFLASH_STACKED  // whether partial results to merge lie one behind the other in one array
 #define CUFLASH_STACKED 1
 #endif
-#ifndef CUFLASH_PARTS
+#ifndef CUFLASH_PARTS  // how many of them there may be, a power of two; with 8: any number
 #define CUFLASH_PARTS 8
 #endif
 #ifndef CUFLASH_CARRY  // what segments make of states is wanted, not outputs
@@ -149,8 +141,7 @@ constexpr bool kPaged = CUFLASH_PAGED;
 constexpr bool kWalksOn = CUFLASH_WALKS_ON;
 constexpr bool kCarry = CUFLASH_CARRY;
 constexpr int kParts = CUFLASH_PARTS;
-// Partial results to merge lie one behind the other in one array; otherwise each is an array of its own.
-constexpr bool kStacked = CUFLASH_STACKED;
+constexpr bool kStacked = CUFLASH_STACKED;  // otherwise each is an array of its own
 // 16: q, k, v and out move in 16-byte vectors. 1: elements lie on no boundary. Otherwise: element by element.
 constexpr int kAlignment = CUFLASH_ALIGNMENT;
 constexpr bool kVectorLoads = kAlignment == 16;
