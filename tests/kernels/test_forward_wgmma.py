@@ -40,7 +40,7 @@ TILES = {
     **dict.fromkeys(("wide", "wide keys", "wide values"), "128x64x2w"),
 }
 """Of three warpgroups, and of one buffer for queries, where features are many. The others take `TILE`."""
-PAIRS = "odd heads, odd tiles", "even heads, groups", "window", "wide"
+PAIRS = "odd heads, odd tiles", "even heads, groups", "window", "rows that see nothing", "wide"
 """Where blocks go from pair to pair of tiles, as these differ in their keys."""
 PACKED = (32, TILE), (72, "192x80x2w")
 """The same for packed sequences on the CPU: one tile whose warpgroups see all of its keys, one in which they do not."""
