@@ -111,7 +111,7 @@ def execute_on_host(
         arrays["v"], arrays["out"] = _without_features(arrays["k"], arrays["lse"])
     if problem.is_2d:
         arrays.update((name, x[None]) for name in ("out", "lse") if (x := arrays[name]) is not None)
-    if problem.traits.op == "attention_varlen":
+    if problem.traits.is_varlen:
         cpu.attention_varlen(problem, arrays)
         return _returned(problem, out, lse)
     if problem.cache is not None:

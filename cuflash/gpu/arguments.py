@@ -170,7 +170,7 @@ class Packer:
     def __init__(self, like: Problem, plan: Plan, make_map: Callable[[int, int, int], bytes] | None = None) -> None:
         self._make_map = make_map or tile_map
         traits, dtypes, axes, num_batch = like.traits, like.dtypes, plan.batch_axes, len(like.batch)
-        self._varlen = traits.op == "attention_varlen"
+        self._varlen = traits.is_varlen
         if not self._varlen:
             strides = strides_of(like, plan)[:_NUM_STRIDED]
             # An array without strides is an offset for all batches, or not there.

@@ -34,7 +34,7 @@ def merge_axes(shape: tuple[int, ...], operands: Sequence[tuple[int, ...]]) -> A
 
 def walked_axes(problem: Problem, is_split: bool) -> tuple[Axes, Axes]:
     """Leading axes that need a launch each, and those that the kernel walks; merged if they are too many."""
-    if problem.traits.op == "attention_varlen":
+    if problem.traits.is_varlen:
         return (), ()
     if len(problem.batch) <= BATCH_AXES:
         return (), tuple(enumerate(problem.batch))

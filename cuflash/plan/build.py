@@ -60,7 +60,7 @@ class Build:
         features = bucket(traits.head_dim) + bucket(traits.head_dim_v)
         # Packed sequences are not split by themselves: the host does not know their lengths, and a captured call that
         # is given `out` has no `workspace` to be given too.
-        splits, partial = "out_dtype" in self.spec.features and traits.op != "attention_varlen", partial_traits(traits)
+        splits, partial = "out_dtype" in self.spec.features and not traits.is_varlen, partial_traits(traits)
         self._splittable = splittable = [
             tile for tile in (self.spec.tiles(partial, device) if splits else []) if not tile.walks_on
         ]

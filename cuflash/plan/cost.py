@@ -154,7 +154,7 @@ def lengths_of(problem: Problem) -> Lengths:
     for length in batch:
         num_planes *= length
     keys = all_keys
-    if traits.op == "attention_varlen":
+    if traits.is_varlen:
         # The host does not know where sequences begin: as if they were equally long.
         num_sequences = max(batch[0], 1)
         queries, keys = queries // num_sequences, keys // num_sequences

@@ -26,7 +26,7 @@ def feature_macros(traits: Traits, caps_by_polynomial: bool) -> Macros:
         ("MASK", int(traits.mask)),
         ("ALIBI", int(traits.alibi_slopes)),
         ("SOFTCAP", softcap_degree(traits) if caps_by_polynomial else int(traits.softcap != 0)),
-        ("VARLEN", int(traits.op == "attention_varlen")),
+        ("VARLEN", int(traits.is_varlen)),
         ("QUERY_OFFSET", int(traits.query_offset)),
         ("SEQLENS_K", int(traits.seqlens_k)),
         ("PAGED", int(traits.page_table)),

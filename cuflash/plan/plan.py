@@ -254,7 +254,7 @@ def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> 
     if not tile.prepared:
         return None, workspace
     num_planes = problem.num_heads_kv
-    if problem.traits.op != "attention_varlen":
+    if not problem.traits.is_varlen:
         num_planes *= prod(problem.batch)
     if not num_planes * problem.seqlen_k * problem.seqlen_q:
         return None, workspace
@@ -268,7 +268,7 @@ def _preparation(problem: Problem, build: Build, tile: Tile, workspace: int) -> 
 
 def _num_m_blocks(problem: Problem, packed_heads: int, tile: Tile) -> int:
     num_rows = problem.seqlen_q * packed_heads
-    if problem.traits.op == "attention_varlen":
+    if problem.traits.is_varlen:
         # Every sequence, and the tokens before and behind them all, may end in a partial tile.
         return num_rows // tile.block_m + min(problem.batch[0] + 2, problem.seqlen_q)
     return -(-num_rows // tile.block_m)
@@ -283,8 +283,7 @@ def _planes_at_once(
     sequences that is all there is.
     """
     traits = problem.traits
-    is_packed = traits.op == "attention_varlen"
-    if not is_packed and (problem.window_right is None or problem.seqlen_q * packed_heads <= tile.block_m):
+    if not traits.is_varlen and (problem.window_right is None or problem.seqlen_q * packed_heads <= tile.block_m):
         return 1
     if tile.block_m > spec.starved_rows:
         return max(num_planes, 1)

@@ -47,8 +47,8 @@ class Kind:
     def __init__(self, like: Problem, given: Sequence[int]) -> None:
         traits = like.traits
         self._like = like
-        self._packed = traits.op == "attention_varlen"
-        self._shapes: Callable[..., Shapes] = varlen_shapes if self._packed else dense_shapes
+        self._varlen = traits.is_varlen
+        self._shapes: Callable[..., Shapes] = varlen_shapes if self._varlen else dense_shapes
         self._heads = like.num_heads_q, like.num_heads_kv
         self._head_dims = traits.head_dim, traits.head_dim_v
         self._sizes = itemsizes(like)
@@ -65,7 +65,7 @@ class Kind:
             16 if traits.head_dim_v * size % 16 == 0 else size,
             True,
         )
-        self._row_axis = 0 if self._packed else -2
+        self._row_axis = 0 if self._varlen else -2
         self._traits: dict[tuple[int, int, bool], Traits] = {}
 
     def at(
@@ -87,7 +87,7 @@ class Kind:
         if cache is not None and num_keys is not None and not like.traits.page_table:
             q, k, v, *others = shapes
             shapes = q, (*k[:2], num_keys, k[3]), (*v[:2], num_keys, v[3]), *others
-        if self._packed:
+        if self._varlen:
             boundaries = shapes[self._at[_CU_SEQLENS_Q]]
             if shapes[self._at[_CU_SEQLENS_K]] != boundaries or len(boundaries) != 1 or boundaries[0] == 0:
                 return None

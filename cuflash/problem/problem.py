@@ -106,6 +106,11 @@ class Traits(NamedTuple):
     """Whether rows of k and of v are 0 to `FARTHEST_ROWS` bytes apart, in steps of 16."""
 
     @property
+    def is_varlen(self) -> bool:
+        """Whether sequences of their own lengths lie packed behind each other."""
+        return self.op == "attention_varlen"
+
+    @property
     def has_values(self) -> bool:
         """Whether there are values, and an output."""
         return self.head_dim_v != 0
@@ -233,7 +238,7 @@ def shapes_of(problem: Problem) -> Shapes:
     head_dims = traits.head_dim, traits.head_dim_v
     if p.cache is not None:
         return cache_shapes(p.batch, heads, seqlens, head_dims, p.cache)
-    find = varlen_shapes if traits.op == "attention_varlen" else dense_shapes
+    find = varlen_shapes if traits.is_varlen else dense_shapes
     return find(p.batch, heads, seqlens, head_dims)
 
 
@@ -279,7 +284,7 @@ _CACHES_AND_RESULTS = (ARRAYS.index("k"), ARRAYS.index("v"), *_RESULTS)
 
 def result_axes(problem: Problem) -> tuple[int, ...]:
     """Lengths of the axes that `out` and `lse` share, of one head also that of its head."""
-    if problem.traits.op == "attention_varlen":
+    if problem.traits.is_varlen:
         return problem.seqlen_q, problem.num_heads_q
     return *problem.batch, problem.num_heads_q, problem.seqlen_q
 
