@@ -304,7 +304,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
-    except BrokenPipeError:  # the reader of a pipe, such as `head`, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        status: int | str = main()
+        print(end="", flush=True)
+    except OSError as error:  # the reader of a pipe, such as `head`, has seen enough; or a disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        status = 1 if isinstance(error, BrokenPipeError) else f"python -m cuflash: {error}"
+    sys.exit(status)

@@ -396,7 +396,21 @@ def test_demo_gets_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_readers_of_a_pipe_may_stop_early() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "cuflash", "kernels"]
-    ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    for unbuffered in ("1", ""):
+        command = [sys.executable, "-m", "cuflash", "kernels"]
+        environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+        ended = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=environment)
+        assert ended.returncode == 1 and not ended.stderr
     os.close(writer)
-    assert ended.returncode == 1 and not ended.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["1", ""])
+@pytest.mark.parametrize("command", ["kernels", "doctor"])
+def test_a_full_disk_is_said_in_one_line(command: str, unbuffered: str) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        run = [sys.executable, "-m", "cuflash", command]
+        ended = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, env=environment, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "python -m cuflash: [Errno 28] No space left on device\n"
