@@ -14,6 +14,14 @@ struct FinishedRow {
     Accumulator offset;      // that the lse is lower by, see store_sum
 };
 
+// What sink and logits of a row, whose offset is given, are higher by while they are added up: that, or what makes the
+// sink 0, as neither of them keeps its digits beside more.
+__device__ __forceinline__ Accumulator common_offset(const AttentionParams& params, const TileMap& tile, const Row& row,
+                                                     Accumulator offset) {
+    if (!kHasAlibi || !tile.per_head.has_sink()) return offset;
+    return minimum(offset, bounded(-tile.per_head.sink(params, row.head), largest_finite()));
+}
+
 // `row_sum` is the sum over all keys, relative to `row_max`, which may be anything for a row that sees no key.
 __device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params, const TileMap& tile, const Row& row,
                                                   Accumulator row_max, Accumulator row_sum) {
@@ -22,11 +30,11 @@ __device__ __forceinline__ FinishedRow finish_row(const AttentionParams& params,
     // The offset is that of all splits, also of those whose keys the row does not see.
     Accumulator offset = 0, kept = 0;
     if (sees_keys || is_partial) offset = logit_offset(params, tile, row);
-    if (is_partial) kept = offset, offset = 0;  // right either way: the lse is lower by it in the end
+    if (is_partial || tile.per_head.has_sink()) kept = common_offset(params, tile, row, offset), offset -= kept;
     ExponentialSum keys = empty_sum();
     if (sees_keys) keys = {bounded(row_max - offset, largest_finite()), row_sum};
     FinishedRow finished = {1, row_sum, keys, kept};
-    if (tile.per_head.has_sink()) {
+    if (tile.per_head.has_sink() && tile.is_first_split()) {
         const Accumulator sink = tile.per_head.sink(params, row.head);
         finished.total = merge(keys, {sink + kept, 1});
         finished.multiplier = relative_exponential(keys.largest, finished.total.largest);

@@ -38,6 +38,7 @@ __device__ __forceinline__ double multiply_subnormal(double a, double b) { retur
 __device__ __forceinline__ double multiply_add_subnormal(double a, double b, double c) { return fma(a, b, c); }
 __device__ __forceinline__ double divide_subnormal(double a, double b) { return a / b; }
 __device__ __forceinline__ double widen_subnormal(double value) { return value; }
+__device__ __forceinline__ void narrow_subnormal(double value, float& rounded) { rounded = narrow_subnormal(value); }
 __device__ __forceinline__ void narrow_subnormal(double value, double& rounded) { rounded = value; }
 
 __device__ __forceinline__ Accumulator bounded(Accumulator value, Accumulator bound) {

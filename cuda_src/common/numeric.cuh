@@ -3,6 +3,7 @@
 
 #include "common/config.cuh"
 #include "ptx/convert.cuh"
+#include "ptx/subnormal.cuh"
 
 namespace cuflash {
 
@@ -132,7 +133,9 @@ __device__ __forceinline__ float narrow_to_odd(float value) { return value; }
 __device__ __forceinline__ OutElement to_output(Accumulator value) {
     if constexpr (kOutDtype == CUFLASH_FLOAT16) return half_bits_from_float(narrow_to_odd(value));
     else if constexpr (kOutDtype == CUFLASH_BFLOAT16) return bfloat16_bits_from_float(narrow_to_odd(value));
-    else return static_cast<OutElement>(value);
+    else if constexpr (sizeof(OutElement) > sizeof(Accumulator)) return widen_subnormal(value);
+    else if constexpr (sizeof(OutElement) < sizeof(Accumulator)) return narrow_subnormal(value);
+    else return value;
 }
 
 // The largest vector that one load or store instruction moves.

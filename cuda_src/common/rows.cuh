@@ -56,9 +56,24 @@ struct PreparedRow<true> {
     __device__ __forceinline__ long long first_prepared() const { return first; }
 };
 
+// Whether a split of the keys is the first one, in which the sink counts. It is asked for where all splits know the
+// sink: in calls with slopes. In others those behind the first have none.
+template <bool kIsThere>
+struct FirstSplit {
+    __device__ __forceinline__ void set_first_split(bool) {}
+    __device__ __forceinline__ bool is_first_split() const { return true; }
+};
+template <>
+struct FirstSplit<true> {
+    bool is_first;
+
+    __device__ __forceinline__ void set_first_split(bool first) { is_first = first; }
+    __device__ __forceinline__ bool is_first_split() const { return is_first; }
+};
+
 // The same with the arrays. Addresses point at the batch, the first head and the first token of the sequence; those of
 // arrays that the call has not are null, or nothing where no call of the build has them.
-struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared> {
+struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared>, FirstSplit<kHasAlibi> {
     const char* q;
     const char* k;
     const char* v;

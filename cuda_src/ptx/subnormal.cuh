@@ -28,8 +28,10 @@ __device__ __forceinline__ double widen_subnormal(float value) {
     return wide;
 }
 
-__device__ __forceinline__ void narrow_subnormal(double value, float& rounded) {
+__device__ __forceinline__ float narrow_subnormal(double value) {
+    float rounded;
     asm("cvt.rn.f32.f64 %0, %1;" : "=f"(rounded) : "d"(value));
+    return rounded;
 }
 
 }  // namespace cuflash

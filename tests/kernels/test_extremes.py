@@ -279,12 +279,19 @@ def test_one_key_gives_its_value(back_end: BackEnd, options: dict[str, Any], hea
     np.testing.assert_allclose(out[:, :, 0].astype(np.float64), 1, rtol=4 * np.finfo(lse.dtype).eps)
 
 
-@pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype in ("float16", "bfloat16")])
-def test_one_key_gives_its_value_in_a_wider_type(back_end: BackEnd) -> None:
-    q, k, v = (back_end.draw(1, 70, 64, seed=i) for i in range(3))
-    for softcap in (None, 2.0, 50.0, 300.0):
-        out, _ = back_end.attention(q, k, v, window=(0, 0), scale=3.0, softcap=softcap, out_dtype="float32")
-        assert out.dtype == np.float32 and (out == v.astype(np.float32)).all()
+@pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype != "float64"])
+@pytest.mark.parametrize(
+    ("out_dtype", "options"),
+    [
+        *(("float32", {"softcap": softcap}) for softcap in (None, 2.0, 50.0, 300.0)),
+        *(("float64", {"splits": splits}) for splits in (1, 2)),
+    ],
+)
+def test_one_key_gives_its_value_in_a_wider_type(back_end: BackEnd, out_dtype: str, options: dict[str, Any]) -> None:
+    q, k, v = (back_end.draw(1, 130, 64, seed=i) for i in range(3))
+    v[:, :, 0] = 6e-39 if back_end.dtype != "float16" else 2.0**-23  # below the normal range
+    out, _ = back_end.attention(q, k, v, window=(0, 0), scale=3.0, out_dtype=out_dtype, **options)
+    assert out.dtype == out_dtype and (out == v.astype(out_dtype)).all()
 
 
 @pytest.mark.parametrize("back_end", [p for p in back_ends.args[1] if p.values[0].dtype in ("float32", "float64")])
@@ -393,3 +400,17 @@ def test_alibi_far_from_the_keys_does_not_depend_on_splits(
     np.testing.assert_allclose(out.astype(np.float64), weights[100:].sum() / weights.sum(), atol=back_end.rounding)
     expected = np.log(weights.sum()) + logits.max() - slope * abs(offset - nearest)
     np.testing.assert_allclose(lse, expected, rtol=1e-6)
+
+
+@back_ends
+@pytest.mark.parametrize("splits", [1, 2, 4])
+@pytest.mark.parametrize("sink", [1.3, -3.75, -499898.5, -1e6, -np.inf])
+def test_sinks_far_from_the_keys(back_end: BackEnd, sink: float, splits: int) -> None:
+    """One of them outweighs keys that are lower by far more than it, another has as much weight as they have."""
+    head_dim = min(32, back_end.widest)
+    q, k = back_end.draw(1, 3, head_dim), back_end.draw(1, 200, head_dim)
+    options = {"alibi_slopes": np.array([0.5]), "query_offset": 10**6, "sinks": np.array([sink])}
+    assert_close(back_end, q, k, k, atol=1e-9, splits=splits, **options)
+    _, lse = back_end.attention(q, k, k, splits=splits, **options)
+    if sink > -4:
+        np.testing.assert_allclose(lse, sink, rtol=1e-6)

@@ -29,10 +29,10 @@ inline double widen_subnormal(float value) {
     return (bits & 0x7f800000u) == 0 ? __builtin_copysign((bits & 0x7fffffu) * 0x1p-149, value) : value;
 }
 
-inline void narrow_subnormal(double value, float& rounded) {
+inline float narrow_subnormal(double value) {
     const bool is_normal = !(fabs(value) < 0x1p-126);
     const unsigned int units = is_normal ? 0 : static_cast<unsigned int>(__builtin_nearbyint(fabs(value) * 0x1p149));
-    rounded = is_normal ? static_cast<float>(value) : __uint_as_float(units | (value < 0 ? 0x80000000u : 0));
+    return is_normal ? static_cast<float>(value) : __uint_as_float(units | (value < 0 ? 0x80000000u : 0));
 }
 
 }  // namespace cuflash

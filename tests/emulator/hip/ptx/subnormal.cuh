@@ -11,6 +11,6 @@ __device__ __forceinline__ float divide_subnormal(float a, float b) { return a /
 
 __device__ __forceinline__ double widen_subnormal(float value) { return value; }
 
-__device__ __forceinline__ void narrow_subnormal(double value, float& rounded) { rounded = static_cast<float>(value); }
+__device__ __forceinline__ float narrow_subnormal(double value) { return static_cast<float>(value); }
 
 }  // namespace cuflash
