@@ -52,10 +52,10 @@ keys are not split, so that sums are long; the larger error counts.
 
 `naive` in bfloat16 computes in float32 on NumPy, whose products of bfloat16 are float32; CuPy has none."""
 SWEEP = """\
-In every dtype, head dimensions of {head_dims} and lengths of {lengths}, of one head or of as many as fit ({scores:.1e}
-scores, {elements:.1e} elements of an array, {heads} heads at most), full and causal: {count} problems. They are
-compared with naive CuPy and PyTorch's math back end, which keep all scores in memory. A ratio is the time of one of
-them over that of cuflash: above 1, cuflash is faster."""
+Each dtype with head dimensions of {head_dims} and lengths of {lengths}, by turns of one head or of as many as fit
+({scores:.1e} scores, {elements:.1e} elements of an array, {heads} heads at most), full or causal: {count} problems.
+They are compared with naive CuPy and PyTorch's math back end, which keep all scores in memory. A ratio is the time of
+one of them over that of cuflash: above 1, cuflash is faster."""
 
 MISSING = "No {what} is stored: `python benchmarks/gpu.py {step} --results benchmarks/results` measures it, on a GPU."
 

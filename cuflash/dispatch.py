@@ -1,6 +1,6 @@
 """From a call to the back end that its arrays belong to: NumPy's on the CPU, all others on a GPU.
 
-A repeated call is one look-up, in a table of the back end.
+A repeated call is one look-up, in a table of the back end; NumPy's has none of packed sequences and caches.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def find(
     Returns
     -------
     key, call, arrays
-        The key is None where the cache cannot help: arrays that are neither CuPy's nor NumPy's, options that cannot be
-        hashed. Of NumPy arrays the last is the arrays themselves, else their addresses.
+        The key is None where the table cannot help: arrays that are neither CuPy's nor NumPy's, options that cannot be
+        hashed, a function that is none of `cpu.execute.REMEMBERED`. Of NumPy arrays the last is the arrays themselves,
+        else their addresses.
     """
     if type(q) is np.ndarray:
         return find_on_host(q, k, v, others, options)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
 
-import numpy as np
-
 from .dispatch import execute, find
 from .problem.arrays import MISSING, cupy_ndarray
 from .problem.checks import hashable_window
@@ -227,27 +225,24 @@ def _views(seqlens_k: Any, k_cache: Any, v_cache: Any, k_new: Any, v_new: Any, p
     """Return the number of keys where it is known and the arrays don't show it, lengths that are an array, and the keys
     and values that a call reads and writes.
 
-    NumPy's are cut off behind a known length; CuPy takes longer for a view than for all else. None for calls that are
-    always checked as a whole.
+    None for calls that are always checked as a whole: those whose keys have a known length and are not CuPy's.
     """
     if type(seqlens_k) is not int:
         return None if not hasattr(seqlens_k, "shape") else (None, seqlens_k, k_cache, v_cache, k_new, v_new)
-    known = np.ndarray, cupy_ndarray()
+    known: Any = cupy_ndarray()
     if seqlens_k < 0:
         return None
     for array in (k_cache, v_cache, k_cache if k_new is None else k_new):
-        if type(array) not in known or array.ndim != 4:
+        if type(array) is not known or array.ndim != 4:
             return None
     if k_cache.shape[:3] != v_cache.shape[:3]:  # capacities, which nobody compares later
         return None
     capacity, num_new = k_cache.shape[2], 0 if k_new is None else k_new.shape[2]
     if page_table is not None:
-        if type(page_table) not in known or page_table.ndim != 2:
+        if type(page_table) is not known or page_table.ndim != 2:
             return None
         capacity *= page_table.shape[1]
     end = min(seqlens_k + num_new, capacity)
     if num_new > end - min(seqlens_k, capacity):
         return None
-    if page_table is None and type(k_cache) is np.ndarray:
-        return None, None, k_cache[:, :, :end], v_cache[:, :, :end], k_new, v_new
     return end, None, k_cache, v_cache, k_new, v_new

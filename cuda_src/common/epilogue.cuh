@@ -18,7 +18,7 @@ struct FinishedRow {
 // sink 0, as neither of them keeps its digits beside more.
 __device__ __forceinline__ Accumulator common_offset(const AttentionParams& params, const TileMap& tile, const Row& row,
                                                      Accumulator offset) {
-    if (!kHasAlibi || !tile.per_head.has_sink()) return offset;
+    if (!kHasRowOffset || !tile.per_head.has_sink()) return offset;
     return minimum(offset, bounded(-tile.per_head.sink(params, row.head), largest_finite()));
 }
 

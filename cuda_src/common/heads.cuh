@@ -7,6 +7,8 @@
 
 namespace cuflash {
 
+constexpr bool kHasRowOffset = kHasAlibi;  // of all logits of a row, see logit_offset
+
 // Whether the call has one more logit per head.
 __device__ __forceinline__ bool has_sink_per_head(const AttentionParams& params) { return params.sinks != nullptr; }
 

@@ -57,7 +57,7 @@ struct PreparedRow<true> {
 };
 
 // Whether a split of the keys is the first one, in which the sink counts. It is asked for where all splits know the
-// sink: in calls with slopes. In others those behind the first have none.
+// sink: where rows have an offset. Elsewhere those behind the first have none.
 template <bool kIsThere>
 struct FirstSplit {
     __device__ __forceinline__ void set_first_split(bool) {}
@@ -73,7 +73,7 @@ struct FirstSplit<true> {
 
 // The same with the arrays. Addresses point at the batch, the first head and the first token of the sequence; those of
 // arrays that the call has not are null, or nothing where no call of the build has them.
-struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared>, FirstSplit<kHasAlibi> {
+struct TileMap : TileExtent, Pages<kPaged>, PreparedRow<kPrepared>, FirstSplit<kHasRowOffset> {
     const char* q;
     const char* k;
     const char* v;

@@ -85,7 +85,7 @@ __device__ __forceinline__ bool fill_tile(const AttentionParams& params, LaneArr
     static_cast<TileExtent&>(tile) = extent;
     keys = keys_of_tile;
     // One more logit per row, not per split; rows that belong to no sequence have none.
-    const bool knows_sink = kHasAlibi || split == 0;
+    const bool knows_sink = kHasRowOffset || split == 0;
     if (!has_sink_per_head(params) || !knows_sink || !is_sequence) tile.per_head.leave_out_sink();
     tile.set_first_split(split == 0);
     if constexpr (kPrepared) {

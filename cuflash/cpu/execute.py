@@ -20,6 +20,8 @@ from .blocks import Sequence
 from .cache import attention_with_kv_cache
 
 CACHE_SIZE = 1024
+REMEMBERED = "attention", "attention_lse"
+"""Functions whose calls are looked up; of others what arrays hold decides how the work is cut."""
 _VALUES = slice(2, 4)
 """Places of v and out among the arrays of a call."""
 _calls: dict[Any, HostCall] = {}
@@ -79,6 +81,8 @@ def find_on_host(
     q: Any, k: Any, v: Any, others: tuple[Any, ...] | None, options: tuple[Any, ...]
 ) -> tuple[Any, HostCall | None, tuple[Any, ...]]:
     """Look up an earlier call with NumPy arrays of the same form; see `dispatch.find`."""
+    if options[0] not in REMEMBERED:
+        return None, None, ()
     arrays = (q, k, v) if others is None else (q, k, v, *others)
     parts: list[Any] = [options]
     for x in arrays:

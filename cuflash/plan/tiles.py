@@ -1,4 +1,4 @@
-"""Devices and tiles: what the tables of tiles share, one module for each tier of kernels (`tiles_<tier>.py`)."""
+"""Devices and tiles: what the tables of tiles share, one module for each tier of kernels (`tiles_<name>.py`)."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def round_up(value: int, multiple: int) -> int:
 
 def tile_map_bytes(traits: Traits, tile: Tile) -> int:
     """sizeof(TileMap) of rows.cuh."""
-    return (16 + traits.page_table + tile.prepared + traits.alibi_slopes) * 8
+    return (16 + traits.page_table + tile.prepared + traits.has_row_offset) * 8
 
 
 TILE_KEYS_BYTES = 4 * 8

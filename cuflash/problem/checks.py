@@ -155,7 +155,7 @@ def optional_array(
 
 
 def parse_integer(name: str, x: Any, expected: str) -> int:
-    if isinstance(x, (bool, np.bool_)):
+    if isinstance(x, (bool, np.bool_)) or str(getattr(x, "dtype", "")).endswith("bool"):  # torch's, too
         raise TypeError(f"{name} is {x} (bool), expected {expected}")
     try:
         value = operator.index(x)
@@ -274,8 +274,8 @@ def parse_precision(precision: Any, dtype: str) -> str:
 
 def dtype_name(name: str, dtype: Any) -> str:
     try:
-        # NumPy reads a number's dtype, but numbers of several dtypes are equal.
-        found = None if isinstance(dtype, np.generic) else np.dtype(dtype)
+        # NumPy reads a number's dtype, but numbers of several dtypes are equal; and None as float64.
+        found = None if dtype is None or isinstance(dtype, np.generic) else np.dtype(dtype)
         parsed = brief(dtype) if found is None else DTYPE_NAMES.get(found, str(found))
     except (TypeError, ValueError):
         parsed = brief(dtype)

@@ -154,7 +154,7 @@ def _check_lengths(
     infos: dict[str, ArrayInfo], seqlens_k: Any, batch: tuple[int, ...], capacity: int, num_new: int
 ) -> tuple[int, int]:
     """Return how many keys a batch has at most, and how many new ones there is room for; NumPy's lengths are read."""
-    if isinstance(seqlens_k, (int, np.integer)) or not hasattr(seqlens_k, "dtype"):
+    if isinstance(seqlens_k, (int, np.generic)) or not hasattr(seqlens_k, "dtype"):
         before = parse_integer("seqlens_k", seqlens_k, "an int, or an integer array of shape (batch,)")
         if before < 0:
             raise ValueError(f"seqlens_k is {before}, expected a non-negative int")

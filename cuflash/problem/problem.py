@@ -126,6 +126,11 @@ class Traits(NamedTuple):
         return (self.softcap != 0) + self.alibi_slopes
 
     @property
+    def has_row_offset(self) -> bool:
+        """Whether all logits of a row are lower by something that they have in common."""
+        return self.alibi_slopes
+
+    @property
     def alignment(self) -> int:
         """Of all arrays."""
         return min(self.input_alignment, self.result_alignment)

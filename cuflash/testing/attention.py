@@ -1,4 +1,4 @@
-"""Problems of attention, their runs in poisoned memory, and the rule by which a result is right."""
+"""Runs of attention in poisoned memory, and the rule by which a result is right."""
 
 from __future__ import annotations
 
@@ -7,105 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import attention, attention_lse, attention_varlen, attention_with_kv_cache, reference
-from ..problem.arrays import DTYPES
+from .. import attention_lse, reference
 from ..problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from ..problem.describe_cache import describe_kv_cache
 from ..problem.problem import Problem
+from .cases import Case, Data, make_data
 from .memory import Poisoned
-
-
-class Cached(NamedTuple):
-    """Of a case: how its keys get into a cache, as many as `shape_k` says that there is room for."""
-
-    lengths: int | tuple[int, ...]
-    """Keys of each batch before the call; an int is passed as it is."""
-    num_new: int = 0
-    """Keys that the call appends."""
-    page_size: int = 0
-    """0: there are no pages."""
-
-    def ends(self, capacity: int) -> Any:
-        """Keys of each batch behind the call."""
-        return np.minimum(np.minimum(self.lengths, capacity) + self.num_new, capacity)
-
-
-class Case(NamedTuple):
-    """One problem: shapes, layout and options, without data."""
-
-    name: str
-    """With the seed it decides what is drawn."""
-    shape_q: tuple[int, ...]
-    """As the case's function takes it."""
-    shape_k: tuple[int, ...]
-    """Likewise; with `cached` the keys that there is room for."""
-    head_dim_v: int | None = None
-    """None: that of q. 0: there are no values, and the lse is all that is asked for."""
-    options: Mapping[str, Any] = {}
-    """Keyword arguments that are not arrays."""
-    arrays: Mapping[str, tuple[tuple[int, ...], str]] = {}
-    """Shape and dtype of array options by name."""
-    layout: str = "contiguous"
-    """How q, k, v (and out, if given) lie in memory: a key of `LAYOUTS`."""
-    give_out: bool = False
-    """Pass `out` and `lse` in the same layout instead of having them allocated."""
-    cu_seqlens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Packed sequences."""
-    value_mean: float = 0.0
-    """Of v, whose deviation is 1."""
-    cached: Cached | None = None
-    """A cache of keys and values."""
-
-    @property
-    def function(self) -> Any:
-        """The public function that the case calls."""
-        if self.cu_seqlens is not None:
-            return attention_varlen
-        if self.cached is not None:
-            return attention_with_kv_cache
-        return attention_lse if self.head_dim_v == 0 else attention
-
-
-class Data(NamedTuple):
-    """The NumPy arrays of a case, C-ordered."""
-
-    q: np.ndarray
-    """Of `Case.shape_q`."""
-    k: np.ndarray
-    """Of `Case.shape_k`."""
-    v: np.ndarray
-    """As `k`, with `Case.head_dim_v` features."""
-    options: dict[str, np.ndarray]
-    """Those of `Case.arrays`, by name."""
-
-
-def make_data(case: Case, dtype: str, seed: int = 0) -> Data:
-    """Draw the arrays of a case; the seed and the case's name decide them."""
-    rng = np.random.default_rng([seed, *case.name.encode()])
-    element = DTYPES[dtype]
-    head_dim_v = case.shape_q[-1] if case.head_dim_v is None else case.head_dim_v
-    q = rng.standard_normal(case.shape_q).astype(element)
-    k = rng.standard_normal(case.shape_k).astype(element)
-    v = (case.value_mean + rng.standard_normal((*case.shape_k[:-1], head_dim_v))).astype(element)
-    if case.layout == "broadcast":
-        q, k, v = (np.broadcast_to(x[(0,) * (x.ndim - 2)] if x.size else x, x.shape) for x in (q, k, v))
-    options = {}
-    for name, (shape, option_dtype) in case.arrays.items():
-        if name == "mask":
-            visible = np.asarray(rng.random(shape) < 0.6)
-            if shape and shape[-1] > 70:
-                visible[..., :66] &= rng.random((*shape[:-1], 1)) < 0.5  # whole leading tiles hidden from some queries
-            values: np.ndarray = visible
-        elif name == "query_offset":
-            values = rng.integers(0 if option_dtype.startswith("u") else -20, 40, shape)
-        elif name == "alibi_slopes":
-            values = 2.0 ** -rng.uniform(0, 6, shape)
-        else:
-            values = rng.standard_normal(shape)
-            if name == "bias":
-                values = np.where(rng.random(shape) < 0.2, -np.inf, values)
-        options[name] = np.asarray(values).astype(DTYPES[option_dtype])
-    return Data(q, k, v, options)
 
 
 class Outcome(NamedTuple):
@@ -120,7 +27,27 @@ class Outcome(NamedTuple):
 
 
 def run(case: Case, data: Data, xp: Any, function: Any = None) -> Outcome:
-    """Call the case's function, or another one like it, on NumPy or GPU arrays (`xp`) in poisoned memory."""
+    """Call the case's function, or another one like it, with arrays in poisoned memory.
+
+    Parameters
+    ----------
+    case : Case
+    data : Data
+        Of `make_data`, or in its shapes.
+    xp : module
+        ``numpy``, or ``cupy`` for arrays on its current device.
+    function : callable, optional
+        Called in place of `Case.function`, with the same arguments.
+
+    Returns
+    -------
+    Outcome
+
+    Raises
+    ------
+    AssertionError
+        If results that are given are not those that are returned.
+    """
     inputs = {name: Poisoned(xp, x.shape, x.dtype, case.layout, x) for name, x in zip("qkv", data[:3], strict=True)}
     left: dict[str, np.ndarray] = {}
     if case.cached is not None:
@@ -207,7 +134,24 @@ def _layout_of(case: Case, x: np.ndarray) -> str:
 
 
 def results_of(case: Case, function: Any, positional: list[Any], keywords: dict[str, Any]) -> tuple[Any, Any]:
-    """Call the case's function, or another one like it; None is the `out` of a call for the lse alone."""
+    """Call a function of a case's kind with arguments that are at hand.
+
+    Parameters
+    ----------
+    case : Case
+        Says whether there are values.
+    function : callable
+        `Case.function`, or another one like it.
+    positional : list of arrays
+        Its positional arguments, v among them also where there are no values.
+    keywords : dict
+        Its other ones; `lse` is passed as `out` where the lse is all that is asked for.
+
+    Returns
+    -------
+    out : array, or None where there are no values
+    lse : array
+    """
     if case.head_dim_v != 0:
         out, lse = function(*positional, return_lse=True, **keywords)
         return out, lse
@@ -217,7 +161,16 @@ def results_of(case: Case, function: Any, positional: list[Any], keywords: dict[
 
 
 def expected_shape(case: Case) -> tuple[int, ...]:
-    """Shape of `out`."""
+    """Return the shape of `out`, with 0 features where there are no values.
+
+    Parameters
+    ----------
+    case : Case
+
+    Returns
+    -------
+    tuple of int
+    """
     head_dim_v = case.shape_q[-1] if case.head_dim_v is None else case.head_dim_v
     if case.cu_seqlens is not None or len(case.shape_q) == len(case.shape_k) == 2:
         return (*case.shape_q[:-1], head_dim_v)
@@ -226,7 +179,19 @@ def expected_shape(case: Case) -> tuple[int, ...]:
 
 
 def oracle(case: Case, data: Data) -> tuple[np.ndarray, np.ndarray]:
-    """Exact result in float64."""
+    """Compute a case by the formula.
+
+    Parameters
+    ----------
+    case : Case
+    data : Data
+
+    Returns
+    -------
+    out : float64 array of `expected_shape`
+    lse : float64 array, shape ``out.shape[:-1]``
+        Natural logarithm; -inf in rows that see no key.
+    """
     return _reference(case, data.q, data.k, data.v, data.options)
 
 
@@ -252,13 +217,20 @@ def check(case: Case, data: Data, outcome: Outcome, *, rounds_weights: bool = Fa
 
     Parameters
     ----------
-    case, data, outcome
+    case : Case
+    data : Data
+    outcome : Outcome
         What was called, with what, and what it returned.
-    rounds_weights
+    rounds_weights : bool, optional
         Whether the kernel rounds weights to the format that it multiplies (`KernelSpec.rounds_weights`): the weight of
         key j may then be off by u w_j, with u the format's rounding, and the output by
         ``u sum_j w_j |v_j| / sum_j w_j``. The bound is not smaller than that sum, as equal weights round the same way.
         With `precision="tf32"` such a kernel rounds q, k and v too, and in 16 bits it caps logits to 2^-15.
+
+    Raises
+    ------
+    AssertionError
+        With the element that is farthest off, what was expected, and within what.
     """
     expected, expected_lse = oracle(case, data)
     out = outcome.out.astype(np.float64)
@@ -340,7 +312,19 @@ def _smallest(dtype: np.dtype) -> float:
 
 
 def describe(case: Case, dtype: str) -> Problem:
-    """Meaning of a case's call, from NumPy arrays in its layout: to plan with, not to compute."""
+    """Say what a case's call means, from NumPy arrays in its layout: to plan with, not to compute.
+
+    Parameters
+    ----------
+    case : Case
+    dtype : str
+        As in `make_data`.
+
+    Returns
+    -------
+    Problem
+        What `cuflash.explain` shows as `problem`.
+    """
     data = make_data(case, dtype)
     positional: list[Any] = [Poisoned(np, x.shape, x.dtype, case.layout).array for x in data[:3]]
     options: dict[str, Any] = dict(case.options) | data.options

@@ -65,7 +65,24 @@ LAYOUTS = ("contiguous", "swapped", "transposed", "reversed", "gaps", "every_sec
 
 
 class Poisoned:
-    """An array inside memory that is NaN everywhere else, on the CPU or a GPU."""
+    """An array inside memory that is NaN everywhere else, on the CPU or a GPU.
+
+    Parameters
+    ----------
+    xp : module
+        ``numpy``, or ``cupy`` for memory on its current device.
+    shape : tuple of int
+    dtype : numpy.dtype
+    layout : str
+        One of `LAYOUTS`.
+    values : array, optional
+        What it holds, of that shape; NaN without.
+
+    Attributes
+    ----------
+    array : array
+        What a function is to be given.
+    """
 
     def __init__(
         self, xp: Any, shape: tuple[int, ...], dtype: np.dtype, layout: str, values: np.ndarray | None = None
@@ -100,6 +117,12 @@ class Poisoned:
         return np.ndarray(self.array.shape, self.array.dtype, self.bytes_now(), self._offset, self.array.strides)
 
     def unchanged(self, *, outside_only: bool = False) -> bool:
-        """Whether the memory (or only the part outside the array) holds what it held at first."""
+        """Whether the memory holds what it held at first.
+
+        Parameters
+        ----------
+        outside_only : bool, optional
+            Look at what lies outside of the array alone.
+        """
         same = self.bytes_now() == self._start
         return bool((same | self._covered).all() if outside_only else same.all())

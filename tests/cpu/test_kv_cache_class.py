@@ -356,12 +356,26 @@ def test_what_is_refused_changes_nothing() -> None:
     assert "pages of 4: 2 used, 1 free" in repr(cache)
 
 
+class BoolOfTorch:
+    """As `torch.tensor(True)`, which is 1 where an int is asked for."""
+
+    dtype = "torch.bool"
+
+    def __index__(self) -> int:
+        return 1
+
+    def __repr__(self) -> str:
+        return "tensor(True)"
+
+
 ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda c: cuflash.KVCache(0, 1, 8, 8), ValueError, "num_slots is 0, expected"),
     (lambda c: cuflash.KVCache(1, 1, 513, 8), ValueError, "head_dim is 513, expected 1 to 512"),
     (lambda c: cuflash.KVCache(1, 1, 8, 8.0), TypeError, "capacity is 8.0 (float), expected an int"),
     (lambda c: cuflash.KVCache(1, 1, 8, 8, num_pages=3), ValueError, "num_pages is 3 but page_size is None"),
     (lambda c: cuflash.KVCache(1, 1, 8, 8, dtype=int), TypeError, "dtype is int64, expected float16"),
+    (lambda c: cuflash.KVCache(1, 1, 8, 8, dtype=None), TypeError, "dtype is None, expected float16"),
+    (lambda c: cuflash.KVCache(1, 1, 8, BoolOfTorch()), TypeError, "capacity is tensor(True) (bool), expected an int"),
     (
         lambda c: cuflash.KVCache(1, 1, 8, 8, dtype=np.float32(1)),
         TypeError,

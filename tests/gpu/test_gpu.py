@@ -207,7 +207,7 @@ def test_results_keep_the_axis_order_of_the_query() -> None:
     assert lse.swapaxes(1, 2).flags.c_contiguous
 
 
-def test_overlapping_out_is_refused_also_for_a_known_form() -> None:
+def test_overlapping_out_is_refused_also_for_a_known_kind() -> None:
     memory = _draw(4, 2, 64, 32)
     q, other = memory[:2], memory[2:]
     cuflash.attention(q, q, q, out=other)

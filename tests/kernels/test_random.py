@@ -438,8 +438,12 @@ def test_caches_on_the_cpu(call: tuple[Case, str]) -> None:
     assert_cache_right_twice(call, np)
 
 
+def rows_of(operation: str) -> list[KernelSpec]:
+    return [spec for spec in KERNELS if operation in spec.operations]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", rows_of("attention_with_kv_cache"), ids=lambda spec: spec.name)
 def test_caches_on_the_gpu(spec: KernelSpec) -> None:
     import cupy
 
@@ -468,17 +472,24 @@ def _assert_right_twice_on_gpu(spec: KernelSpec, call: Call) -> None:
                 raise
 
 
+DRAWN = {
+    "dense": ("attention", dense_calls(gpu=True), 100),
+    "lse": ("attention_lse", lse_calls(gpu=True), 50),
+    "alike": ("attention", alike_calls(), 300),
+    "packed": ("attention_varlen", packed_calls(gpu=True), 50),
+}
+"""Operation, calls, and how many of them."""
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("calls", "max_examples"),
+    ("spec", "calls", "max_examples"),
     [
-        pytest.param(dense_calls(gpu=True), 100, id="dense"),
-        pytest.param(lse_calls(gpu=True), 50, id="lse"),
-        pytest.param(alike_calls(), 300, id="alike"),
-        pytest.param(packed_calls(gpu=True), 50, id="packed"),
+        pytest.param(spec, calls, max_examples, id=f"{spec.name}-{name}")
+        for name, (operation, calls, max_examples) in DRAWN.items()
+        for spec in rows_of(operation)
     ],
 )
-@pytest.mark.parametrize("spec", KERNELS, ids=lambda spec: spec.name)
 def test_on_the_gpu(spec: KernelSpec, calls: st.SearchStrategy[Call], max_examples: int) -> None:
     @settings(SETTINGS, max_examples=max_examples)
     @given(calls)

@@ -227,7 +227,9 @@ def test_choices_are_near_the_best_measured_ones() -> None:
     import fit_cost
 
     found = fit_cost.read(fit_cost.STORED, H200)
-    assert len(found) >= 150 and {one.case.kernel for one in found} == {spec.name for spec in KERNELS}
+    assert len(found) >= 150
+    unmeasured = {spec.name for spec in KERNELS} - {one.case.kernel for one in found}
+    assert not unmeasured, f"CONTRIBUTING.md, Add a kernel: no problems of {unmeasured} are measured in cost.json"
     for name, those in fit_cost.losses(found, H200).items():
         values = [loss for loss, *_ in those]
         large = {"precise_float32, tf32": 0.33, "forward_wmma, tf32": 0.32}

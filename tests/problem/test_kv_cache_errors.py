@@ -56,6 +56,11 @@ TYPE_ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"k_cache": [[1.0]]}, "k_cache is a list, expected a NumPy or CuPy array"),
     ({"seqlens_k": True}, "seqlens_k is True (bool), expected an int, or an integer array of shape (batch,)"),
     ({"seqlens_k": 1.5}, "seqlens_k is 1.5 (float), expected an int, or an integer array of shape (batch,)"),
+    (
+        {"seqlens_k": np.float64(3)},
+        "(float64), expected an int, or an integer array of shape (batch,)",
+    ),
+    ({"seqlens_k": np.True_}, "seqlens_k is True (bool), expected an int, or an integer array of shape (batch,)"),
     ({"seqlens_k": np.ones(2)}, "seqlens_k has dtype float64, expected an int, or an integer dtype"),
     ({"seqlens_k": [3, 5]}, "of shape (batch,); pass np.asarray(x)"),
     ({"num_splits": True}, "num_splits is True (bool), expected a positive int, or None"),
@@ -218,7 +223,7 @@ OF_ARGUMENTS = [
     *(
         made
         for made in not_arrays(("seqlens_k",))
-        if made.id.rpartition("-")[2] not in ("list", "tuple", "str", "object", "huge")
+        if made.id.rpartition("-")[2] not in ("list", "tuple", "str", "object", "huge", "scalar")
     ),
     *(
         made
