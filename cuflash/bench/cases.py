@@ -10,7 +10,7 @@ import numpy as np
 
 from ..dense import attention, attention_lse
 from ..plan.table import KERNELS
-from ..problem.arrays import DTYPES, FLOAT_NAMES
+from ..problem.arrays import DTYPES, FLOAT_NAMES, computed_dtype
 from .caches import cache_cases
 from .gated import gated_cases, small_gated_cases
 from .inputs import AnyCase, Array, compulsory_bytes, drawn_dtype
@@ -88,7 +88,7 @@ class Case(NamedTuple):
     @property
     def dtype_out(self) -> str:
         """Type of the result."""
-        return self.dtype if self.head_dim_v or self.dtype == "float64" else "float32"
+        return self.dtype if self.head_dim_v else computed_dtype(self.dtype)
 
     @property
     def results(self) -> dict[str, Array]:

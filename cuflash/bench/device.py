@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import __version__
 from ..gpu.compile import source_digest
-from ..problem.arrays import DTYPES
+from ..problem.arrays import DTYPES, computed_dtype
 from ..settings import num_threads
 
 Key = TypeVar("Key", bound=Hashable)
@@ -111,7 +111,7 @@ class NumpyBackend:
 
     def gemm_dtype(self, dtype: str) -> str:
         """Type whose matrix product is the limit: NumPy has no fast one in 16 bits, and cuflash computes in float32."""
-        return "float64" if dtype == "float64" else "float32"
+        return computed_dtype(dtype)
 
     def gemm_flops(self, dtype: str) -> float:
         """FLOP/s of the library's matrix product."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
 from ..plan.gated import GATED_KERNELS
-from ..problem.arrays import DTYPES
+from ..problem.arrays import DTYPES, computed_dtype
 from .inputs import Array, compulsory_bytes, drawn_dtype
 
 OUTPUT, CHUNKS, RECURRENT = "chunk_gated_output", "chunk_gated_delta_rule", "recurrent_gated_delta_rule"
@@ -75,8 +75,8 @@ class GatedCase(NamedTuple):
 
     @property
     def _state(self) -> Array:
-        wide = "float64" if self.dtype == "float64" else "float32"
-        return Array((len(self.lengths), self.heads_v, self.head_dim, self.head_dim_v), wide)
+        shape = len(self.lengths), self.heads_v, self.head_dim, self.head_dim_v
+        return Array(shape, computed_dtype(self.dtype))
 
     @property
     def inputs(self) -> dict[str, Array]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..problem.arrays import ITEMSIZE
 from ..problem.checks import clamp_offset
 from ..problem.problem import HEAD_ARRAYS, Problem
 from ..settings import num_threads
@@ -160,7 +161,7 @@ def compute(task: Task, sequences: list[Sequence]) -> None:
 
 def _scratch_bytes(problem: Problem, tile_keys: int) -> int:
     """Scratch memory of one thread, at most, except for what is computed again."""
-    itemsize = 8 if problem.traits.dtype == "float64" else 4
+    itemsize = ITEMSIZE[problem.traits.lse_dtype]
     features = problem.traits.head_dim + problem.traits.head_dim_v
     rows = BLOCK_ROWS * (features * itemsize + problem.traits.head_dim_v * 8)
     # Scores, and for a bias or a mask its copy and what it hides.

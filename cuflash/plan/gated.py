@@ -43,7 +43,7 @@ from .gated_tiles import (
     recurrent_tiles,
 )
 from .table import choose_row
-from .tiles import Device, blocks_in_shared_memory, no_tile, round_up
+from .tiles import REGISTERS, Device, blocks_in_shared_memory, no_tile, round_up
 
 CARRY, CHAIN, CUT = 0.84, 2.5, 12.0
 """In times of a chunk: one of which only what segments carry is wanted, a segment in the chain, and the launches of
@@ -179,7 +179,7 @@ def _preparation(problem: GatedProblem, tile: GatedTile, program: Program, devic
     tokens, bucket = tile.tokens, int(dict(program.macros)["HEAD_DIM"])
     square = max(ITEMSIZE[problem.traits.dtype] * tokens * (bucket + 8), 4 * tokens * (tokens + 4))
     shared_memory = 2 * square + 2 * 4 * tokens + CHUNK_BYTES
-    held = min(blocks_in_shared_memory(device, shared_memory), 65536 // (128 * 2 * tokens))
+    held = min(blocks_in_shared_memory(device, shared_memory), REGISTERS // (128 * 2 * tokens))
     own = {"BLOCK_N": None, "STAGES": None, "THREADS": 2 * tokens}
     macros = ((name, own.get(name, value)) for name, value in program.macros)
     given = tuple((name, value) for name, value in macros if value is not None)

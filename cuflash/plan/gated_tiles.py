@@ -7,13 +7,13 @@ from typing import NamedTuple
 from ..problem.arrays import ITEMSIZE
 from ..problem.gated import GatedTraits
 from .features import Macros
-from .tiles import Device, blocks_in_shared_memory, round_up
+from .tiles import NO_BOUNDARY, OWN_INSTRUCTIONS, REGISTERS, Device, blocks_in_shared_memory, round_up
 
 CHUNK_BYTES = 32
 """sizeof(Chunk) of gated/chunk.cuh."""
 ROW_TILE = 16
 """Rows of a block of gated_output.cu."""
-REGISTERS = 80
+OUTPUT_REGISTERS = 80
 """Of a thread of gated_output_mma.cu, roughly."""
 MAX_HEADS = 4
 """Of v that a block of gated_output_mma.cu computes, and how many tokens' gates it holds for each thread."""
@@ -64,7 +64,7 @@ def output_mma_macros(traits: GatedTraits, tile: GatedTile, device: Device) -> M
 def output_mma_held(traits: GatedTraits, tile: GatedTile, device: Device) -> int:
     """Blocks of a multiprocessor."""
     held = blocks_in_shared_memory(device, output_mma_shared_memory(traits, tile))
-    return max(1, min(held, 65536 // (REGISTERS * tile.num_threads)))
+    return max(1, min(held, REGISTERS // (OUTPUT_REGISTERS * tile.num_threads)))
 
 
 def output_mma_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
@@ -132,9 +132,9 @@ def delta_shared_memory(traits: GatedTraits, tile: GatedTile) -> int:
 
 def delta_wgmma_limits(traits: GatedTraits, device: Device) -> str | None:
     if not device.has_own_instructions:
-        return "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
+        return OWN_INSTRUCTIONS
     if min(traits.input_alignment, traits.result_alignment) < 16:
-        return "q, k, v or out have rows that begin on no 16-byte boundary"
+        return NO_BOUNDARY
     return None
 
 

@@ -26,6 +26,7 @@ class Device(NamedTuple):
         return f"sm_{self.compute_capability}"
 
 
+NO_BOUNDARY = "q, k, v or out have rows that begin on no 16-byte boundary"
 OWN_INSTRUCTIONS = "the compiler at hand has not its instructions: NVRTC 12.9 and newer have"
 """Why a kernel can't serve a device without `has_own_instructions`."""
 
@@ -79,7 +80,7 @@ def resident_blocks(device: Device, tile: Tile, shared_memory: int, registers: i
 
 def needs_vectors(traits: Traits, device: Device) -> str | None:
     """What kernels refuse that read nothing but vectors of 16 bytes."""
-    return None if traits.alignment == 16 else "rows of q, k, v and out must lie in vectors of 16 bytes"
+    return None if traits.alignment == 16 else NO_BOUNDARY
 
 
 def no_tile(traits: Traits | GatedTraits, device: Device, tiles: Callable[[Device], Sized]) -> str:

@@ -9,6 +9,7 @@ from .cost import Cost
 from .features import Macros
 from .tiles import (
     PREPARING,
+    REGISTERS,
     TILE_KEYS_BYTES,
     Device,
     Tile,
@@ -145,7 +146,7 @@ def tiles(traits: Traits, device: Device) -> list[Tile]:
         tile
         for tile in candidates
         if shared_memory(traits, tile) <= device.shared_memory_per_block
-        and _registers(traits, tile, device) <= min(255, 65536 // tile.num_threads)
+        and _registers(traits, tile, device) <= min(255, REGISTERS // tile.num_threads)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Traits
 from .cost import Cost
 from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
@@ -15,7 +16,7 @@ def head_dim_bucket(head_dim: int) -> int:
 
 
 def _itemsize(traits: Traits) -> int:
-    return 8 if traits.dtype == "float64" else 4
+    return ITEMSIZE[traits.lse_dtype]
 
 
 def shared_memory(traits: Traits, tile: Tile) -> int:

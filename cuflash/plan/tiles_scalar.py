@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..problem.arrays import ITEMSIZE
 from ..problem.problem import Traits
 from .cost import Cost
 from .tiles import TILE_KEYS_BYTES, Device, Tile, resident_blocks, round_up, tile_map_bytes
@@ -20,7 +21,7 @@ def _scalar_slice(bucket: int) -> int:
 
 def _scalar_form(traits: Traits) -> tuple[int, int, int]:
     """Accumulator size and head dimensions, which decide what a tile takes."""
-    itemsize = 8 if traits.dtype == "float64" else 4
+    itemsize = ITEMSIZE[traits.lse_dtype]
     return itemsize, head_dim_bucket(traits.head_dim), head_dim_bucket(traits.head_dim_v)
 
 

@@ -6,7 +6,7 @@ from ..problem.arrays import ITEMSIZE
 from ..problem.problem import FARTHEST_ROWS, Traits
 from .cost import Cost
 from .features import Macros
-from .tiles import OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
+from .tiles import NO_BOUNDARY, OWN_INSTRUCTIONS, Device, Tile, blocks_in_shared_memory, round_up, tile_map_bytes
 
 _BUCKETS = (32, 48, 64, 80, 96, 128, 192, 256)
 
@@ -21,7 +21,7 @@ def limits(traits: Traits, device: Device) -> str | None:
     if not device.has_own_instructions:
         return OWN_INSTRUCTIONS
     if traits.alignment < 16:
-        return "q, k, v or out have rows that begin on no 16-byte boundary"
+        return NO_BOUNDARY
     if not traits.keys_are_tiles:
         return f"k or v have rows that are not 0 to {FARTHEST_ROWS} bytes apart, in steps of 16: they are no tiles"
     if traits.bias == "float64" or traits.num_arrays + traits.page_table > 1:

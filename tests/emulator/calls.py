@@ -228,6 +228,18 @@ def _alibi_far_away(num_splits: int, emulator: Emulator) -> None:
         np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
 
 
+def _sinks_far_away(num_splits: int, emulator: Emulator) -> None:
+    """Behind all keys: above all logits, about as high, or none."""
+    emulator.num_splits = num_splits
+    x = np.random.default_rng(0).standard_normal((3, 70, 32)).astype(_type(emulator))
+    options: dict[str, Any] = {"query_offset": 10**6, "alibi_slopes": np.full(3, 0.5)}
+    options["sinks"] = np.array([1.3, -499980.5, -np.inf])
+    out, lse = emulator.attention(x, x, x, return_lse=True, **options)
+    exact, exact_lse = reference.attention(x, x, x, **options)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=4e-3)
+    np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
+
+
 def _tail_with_slopes(emulator: Emulator) -> None:
     """Slopes of every sequence and none of tokens that belong to none."""
     x, boundaries = np.ones((100, 2, 16), _type(emulator)), np.array([0, 40, 70])
@@ -488,6 +500,8 @@ CALLS: dict[str, Call] = {
     "quotients": _quotients,
     "alibi far away": partial(_alibi_far_away, 1),
     "alibi far away in splits": partial(_alibi_far_away, 2),
+    "sinks far away": partial(_sinks_far_away, 1),
+    "sinks far away in splits": partial(_sinks_far_away, 2),
     "packed-tail-slopes": _tail_with_slopes,
     "parts_without_keys": _parts_without_keys,
     "rounds_once": _rounds_once,
