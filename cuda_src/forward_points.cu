@@ -280,9 +280,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
     int count = 0;
 #pragma unroll 1
     for (long long n_begin = keys.any.begin, first = n_begin; n_begin < keys.any.end;) {
-        // right either way: it only keeps the cast in range
-        const int num_keys = static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
-        const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+        const int num_keys = keys.count_from(n_begin);
+        const bool at_edge = keys.at_edge(n_begin, kBlockN);
         __syncthreads();
         load(shared.k, tile.k, params.k_strides, params.head_dim, n_begin, num_keys);
         load(shared.v, tile.v, params.v_strides, params.head_dim_v, n_begin, num_keys);

@@ -193,7 +193,7 @@ __device__ __forceinline__ void score(Slices& slices, long long n_begin, const P
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const TileMap& tile,
                                                  const TileKeys& keys, long long n_begin, const Place& place,
                                                  Scores& scores) {
-    const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+    const bool at_edge = keys.at_edge(n_begin, kBlockN);
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {

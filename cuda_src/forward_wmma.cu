@@ -60,10 +60,7 @@ struct KeyTiles {
     __device__ __forceinline__ long long first_key(int block) const { return shared.keys.any.begin + block * kStride; }
     __device__ __forceinline__ bool has(int block) const { return first_key(block) < shared.keys.any.end; }
     // Rows that no query of the tile sees become zeros: they may hold anything, and 0 x NaN is NaN.
-    __device__ __forceinline__ int visible_rows(long long n_begin) const {
-        // right either way: it only keeps the cast in range
-        return static_cast<int>(min(shared.keys.any.end - n_begin, kStride));
-    }
+    __device__ __forceinline__ int visible_rows(long long n_begin) const { return shared.keys.count_from(n_begin); }
     __device__ __forceinline__ void load_k(long long n_begin) const {
         load_rows<kBlockN, kHeadDim>(shared.k, shared.tile.k + n_begin * params.k_strides.row, params.k_strides.row,
                                      params.k_strides.column, visible_rows(n_begin), params.head_dim);
@@ -143,7 +140,7 @@ __device__ __forceinline__ void make_logits(const AttentionParams& params, Share
                                             long long n_begin) {
     const TileMap& tile = shared.tile;
     const TileKeys& keys = shared.keys;
-    const bool at_edge = n_begin < keys.all.begin || n_begin + kBlockN > keys.all.end;
+    const bool at_edge = keys.at_edge(n_begin, kBlockN);
 #pragma unroll 1
     for (int i = shared.only_scale && !at_edge ? kRowFragments : 0; i < kRowFragments; ++i) {
         const int tile_row = place.first_row + i * 16 + place.row;

@@ -161,7 +161,7 @@ __device__ __forceinline__ void score(const SharedTiles& shared, const Keys& k, 
 
 __device__ __forceinline__ void scores_to_logits(const AttentionParams& params, const SharedTiles& shared,
                                                  long long n_begin, const Place& place, Scores& scores) {
-    const bool at_edge = n_begin < shared.keys.all.begin || n_begin + kBlockN > shared.keys.all.end;
+    const bool at_edge = shared.keys.at_edge(n_begin, kBlockN);
     const ScoreScale scale = score_scale(params);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {

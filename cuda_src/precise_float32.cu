@@ -96,7 +96,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         if constexpr (kHasValues) copies.load_v(n_begin);
         if (sees) {  // right either way: weights are 0 else
             if (by_pairs) multiply_qk(shared.q, shared.k, place(), scores);
-            else multiply_qk_one_by_one(params, tile, rows, n_begin, num_keys_of(keys, n_begin), place(), scores);
+            else multiply_qk_one_by_one(params, tile, rows, n_begin, keys.count_from(n_begin), place(), scores);
             sum_scores(shared.partial, place(), scores);
         }
         if constexpr (!kHasValues) {
@@ -104,8 +104,8 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             load_next_k();
         }
         if (sees) {  // right either way: weights are 0 else
-            scores_to_logits(params, tile, rows, score_scale(params), is_at_edge(keys, n_begin), n_begin, place(),
-                             scores);
+            scores_to_logits(params, tile, rows, score_scale(params), keys.at_edge(n_begin, kWarpKeys), n_begin,
+                             place(), scores);
             leads = weigh(scores, softmax, o);
         }
         if constexpr (kHasValues) {
@@ -119,8 +119,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             if constexpr (kPrepared) __syncwarp();
             if (sees && value_scale.by_pairs()) accumulate(shared.v, place(), value_scale, scores, o);
             else if (sees)
-                accumulate_one_by_one(params, tile, n_begin, num_keys_of(keys, n_begin), place(), scores, softmax,
-                                      total);
+                accumulate_one_by_one(params, tile, n_begin, keys.count_from(n_begin), place(), scores, softmax, total);
             // right either way: sums may start again at any time
             if (static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0) total.take(o, softmax);
         }

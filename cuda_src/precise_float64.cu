@@ -98,7 +98,7 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         if (sees) multiply_qk(shared, place, scores);  // right either way: weights are 0 else
         if constexpr (!kHasValues) copies.load_next_k(n_begin);
         if (sees) {  // right either way: weights are 0 else
-            scores_to_logits(params, tile, rows, score_scale(params), is_at_edge(keys, n_begin), n_begin, place,
+            scores_to_logits(params, tile, rows, score_scale(params), keys.at_edge(n_begin, kWarpKeys), n_begin, place,
                              scores);
             double maxima[kRows];
             find_maxima(scores, maxima);

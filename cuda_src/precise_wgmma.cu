@@ -125,7 +125,7 @@ struct RowWarp {
         return shared.keys.any.begin + i * static_cast<long long>(kBlockN);
     }
     __device__ __forceinline__ RowsLookedUp rows() const { return {shared.rows, shared.logits}; }
-    __device__ __forceinline__ int num_keys(int i) const { return num_keys_of(shared.keys, first_key(i)); }
+    __device__ __forceinline__ int num_keys(int i) const { return shared.keys.count_from(first_key(i)); }
 
     // Issues S = Q K^T of tile i by pairs.
     __device__ __forceinline__ void issue_scores(int i, ScoreSums& sums) const {

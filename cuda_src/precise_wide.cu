@@ -181,7 +181,7 @@ __device__ __forceinline__ void compute_logits(const AttentionParams& params, Sh
         multiply_qk(shared.q, feed, place, scores);
         n_begin += place.share * kWarpKeys;
         scores_to_logits(params, shared.tile, RowsWorkedOut{params, shared.tile}, score_scale(params),
-                         is_at_edge(shared.keys, n_begin), n_begin, place, scores);
+                         shared.keys.at_edge(n_begin, kWarpKeys), n_begin, place, scores);
     } else {
 #pragma unroll 1
         for (int i = 0; i < kPiecesAhead; ++i) feed.replace_behind_k(i);

@@ -45,6 +45,16 @@ __device__ __forceinline__ ColumnRange visible_columns(const AttentionParams& pa
 struct TileKeys {
     KeyRange any;  // outside: no row sees the key
     KeyRange all;  // inside: every row does
+
+    // Whether some row may not see all of so many keys, from `first` on.
+    __device__ __forceinline__ bool at_edge(long long first, int num_keys) const {
+        return first < all.begin || first + num_keys > all.end;
+    }
+    // Keys of a tile, from `first` on, in front of the last that some row sees.
+    __device__ __forceinline__ int count_from(long long first) const {
+        // right either way: it only keeps the cast in range
+        return static_cast<int>(min(any.end - first, static_cast<long long>(kBlockN)));
+    }
 };
 
 __device__ __forceinline__ TileKeys tile_keys(const AttentionParams& params, const TileExtent& tile) {

@@ -60,7 +60,7 @@ __device__ __forceinline__ void take_split(const AttentionParams& params, unsign
     if constexpr (kHasLengths) {
         // right either way: other borders
         const long long largest = min(shared_by(params.even_splits), params.largest_split);
-        share = max(share, largest);
+        share = max(share, largest);  // right either way: other borders
     }
     const bool are_equal = params.split_size == 0;
     // right either way: other borders, and other bits

@@ -26,8 +26,7 @@ struct Copies {
     template <int kWidth, int kPitch>
     __device__ __forceinline__ void load(double (*target)[kPitch], const char* array, const Strides& strides,
                                          int num_features, long long n_begin) const {
-        // right either way: it only keeps the cast in range
-        const int num_keys = static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
+        const int num_keys = keys.count_from(n_begin);
         array += n_begin * strides.row;
         const int thread = thread_index_again();
         if constexpr (kVectorLoads) {

@@ -47,12 +47,6 @@ __device__ __forceinline__ unsigned int refused_kinds(unsigned int of_queries, A
     return any(of_queries & kOutOfRange) ? ~0u : kOutOfRange | (tiny ? kHasZero : 0) | (zero ? kHasTiny : 0);
 }
 
-// Keys of the tile from `n_begin` on.
-__device__ __forceinline__ int num_keys_of(const TileKeys& keys, long long n_begin) {
-    // right either way: it only keeps the cast in range
-    return static_cast<int>(min(keys.any.end - n_begin, static_cast<long long>(kBlockN)));
-}
-
 // Logits -> weights relative to the maxima of their rows. Returns whether a lane's weights in a row are those of a new
 // maximum alone.
 __device__ __forceinline__ bool weigh(Scores& scores, OnlineSoftmax<kRows>& softmax, Output& o) {

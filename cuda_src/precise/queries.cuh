@@ -13,7 +13,8 @@ using Queries = Vector16[kBlockM / 16][kHeadDim / 16][4][32];
 __device__ __forceinline__ void load_queries(const AttentionParams& params, const TileMap& tile, Queries& q) {
     constexpr int kWarpRows = kBlockM * 32 / kThreads;
     constexpr int kVector = kVectorLoads ? 2 : 1, kVectors = kHeadDim / kVector, kAll = kWarpRows * kVectors;
-    constexpr int kPasses = (kAll + 31) / 32, kAtOnce = kPasses % 8 == 0 ? 8 : kPasses & -kPasses;
+    static_assert(kAll % 32 == 0, "lanes have as many loads each");
+    constexpr int kPasses = kAll / 32, kAtOnce = kPasses % 8 == 0 ? 8 : kPasses & -kPasses;
     const int lane_of_warp = threadIdx.x % 32, first_row = threadIdx.x / 32 * kWarpRows;
     const char* const looked_up = query_row(params, tile, first_row + lane_of_warp % kWarpRows);
 #pragma unroll 1
@@ -30,7 +31,6 @@ __device__ __forceinline__ void load_queries(const AttentionParams& params, cons
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
             const int place = (pass + i) * 32 + lane_of_warp;
-            if (kAll % 32 != 0 && place >= kAll) continue;
             const int row = first_row + place / kVectors, feature = place % kVectors * kVector;
             const int lane = row % 8 * 4 + feature % 16 / 4;
 #pragma unroll

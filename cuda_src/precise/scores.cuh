@@ -30,11 +30,6 @@ __device__ __forceinline__ void sum_scores(PartialScores* partial, const Place& 
     }
 }
 
-// Whether a row of the block does not see all keys that a warp has of a tile, from `n_begin` on.
-__device__ __forceinline__ bool is_at_edge(const TileKeys& keys, long long n_begin) {
-    return n_begin < keys.all.begin || n_begin + kWarpKeys > keys.all.end;
-}
-
 // What rows need for every tile of keys, worked out each time.
 struct RowsWorkedOut {
     const AttentionParams& params;
@@ -51,7 +46,7 @@ template <typename Rows>
 __device__ __forceinline__ bool any_row_sees(const Rows& rows, const TileKeys& keys, long long n_begin,
                                              const Place& place) {
     // right either way: tiles may be looked at in vain
-    if (!is_at_edge(keys, n_begin)) return true;
+    if (!keys.at_edge(n_begin, kWarpKeys)) return true;
     const ColumnRange visible =
         columns_of(rows.visible(place.group * kRowsPerWarp + place.lane % kRowsPerWarp), n_begin);
     // right either way: tiles may be looked at in vain

@@ -7,8 +7,8 @@ to either back end with the same strides, in memory whose unused bytes are NaN.
 from __future__ import annotations
 
 from ..problem.arrays import DTYPES
-from .attention import Outcome, check, describe, expected_shape, oracle, results_of, run
-from .cases import Cached, Case, Data, make_data
+from .attention import Outcome, check, describe, expected_shape, make_data, oracle, results_of, run
+from .cases import Cached, Case, Data
 from .memory import LAYOUTS, Poisoned
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Runs of attention in poisoned memory, and the rule by which a result is right."""
+"""What is drawn for problems of attention, their runs in poisoned memory, and the rule by which a result is right."""
 
 from __future__ import annotations
 
@@ -8,11 +8,54 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import attention_lse, reference
+from ..problem.arrays import DTYPES
 from ..problem.describe import describe_attention, describe_attention_lse, describe_varlen
 from ..problem.describe_cache import describe_kv_cache
 from ..problem.problem import Problem
-from .cases import Case, Data, make_data
+from .cases import Case, Data
 from .memory import Poisoned
+
+
+def make_data(case: Case, dtype: str, seed: int = 0) -> Data:
+    """Draw the arrays of a case; the seed and the case's name decide them.
+
+    Parameters
+    ----------
+    case : Case
+    dtype : str
+        Of q, k and v: "float16", "bfloat16", "float32" or "float64".
+    seed : int, optional
+
+    Returns
+    -------
+    Data
+        Normal numbers, v around `Case.value_mean`; a bias is -inf here and there, a mask hides two pairs of five.
+    """
+    rng = np.random.default_rng([seed, *case.name.encode()])
+    element = DTYPES[dtype]
+    head_dim_v = case.shape_q[-1] if case.head_dim_v is None else case.head_dim_v
+    q = rng.standard_normal(case.shape_q).astype(element)
+    k = rng.standard_normal(case.shape_k).astype(element)
+    v = (case.value_mean + rng.standard_normal((*case.shape_k[:-1], head_dim_v))).astype(element)
+    if case.layout == "broadcast":
+        q, k, v = (np.broadcast_to(x[(0,) * (x.ndim - 2)] if x.size else x, x.shape) for x in (q, k, v))
+    options = {}
+    for name, (shape, option_dtype) in case.arrays.items():
+        if name == "mask":
+            visible = np.asarray(rng.random(shape) < 0.6)
+            if shape and shape[-1] > 70:
+                visible[..., :66] &= rng.random((*shape[:-1], 1)) < 0.5  # whole leading tiles hidden from some queries
+            values: np.ndarray = visible
+        elif name == "query_offset":
+            values = rng.integers(0 if option_dtype.startswith("u") else -20, 40, shape)
+        elif name == "alibi_slopes":
+            values = 2.0 ** -rng.uniform(0, 6, shape)
+        else:
+            values = rng.standard_normal(shape)
+            if name == "bias":
+                values = np.where(rng.random(shape) < 0.2, -np.inf, values)
+        options[name] = np.asarray(values).astype(DTYPES[option_dtype])
+    return Data(q, k, v, options)
 
 
 class Outcome(NamedTuple):

@@ -187,6 +187,16 @@ def _splits_of_a_size(emulator: Emulator) -> None:
     assert found[0] == found[1]
 
 
+def _splits_of_lengths(emulator: Emulator) -> None:
+    """As many splits as the caller says, of batches that are nearly as long as the cache, and short."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 1, length, 32)).astype(_type(emulator)) for length in (1, 200, 200))
+    options: dict[str, Any] = {"seqlens_k": np.array([190, 30])}
+    exact, _ = reference.attention_with_kv_cache(q, k, v, **options)
+    out = emulator.attention_with_kv_cache(q, k, v, num_splits=3, **options)
+    np.testing.assert_allclose(out.astype(np.float64), exact, atol=4e-3)
+
+
 def _splits_without_lse(emulator: Emulator) -> None:
     emulator.num_splits = 2
     x = np.ones((2, 200, 32), _type(emulator))
@@ -468,7 +478,8 @@ _CASES = (
     "out_dtype-into float16", "out_dtype-odd float16", "out_dtype-float64 float16", "scale-negative float16",
     "softcap-huge float32",
     "lengths-63x65 float32", "layout-gaps float16", "layout-swapped float16", "head_dim-160-160 float16",
-    "head_dim-16-512 float16 32x64x2", "causal-200x131 float16 64x64", "causal-200x131 float16 128x64x2",
+    "head_dim-16-512 float16 32x64x2", "head_dim-16-512 float32 32x16", "head_dim-80-80 float32 128x64x2p",
+    "causal-200x131 float16 64x64", "causal-200x131 float16 128x64x2",
     "head_dim-128-128 float16 128x64x2", "window-3-None float16", "window-5-7 float16 128x64x2",
     "window-100-0 float16", "packed-tail-True float16", "packed-plain-True float16", "packed-top_left float16",
     "bias-mask-odd float16", "bias-float32 float16", "bias-float16 float16", "mask-keys float16",
@@ -529,6 +540,7 @@ CALLS: dict[str, Call] = {
     "empty_split_of_pages": _empty_split_of_pages,
     "no_such_pages": _no_such_pages,
     "splits_of_a_size": _splits_of_a_size,
+    "splits_of_lengths": _splits_of_lengths,
     "splits_without_lse": _splits_without_lse,
     **{call.__name__: partial(_of_kernels, (test_points.KERNEL,), call) for call in test_points.CALLS},
     **{f"pairs {call.__name__}": partial(_of_kernels, test_pairs.KERNELS, call) for call in test_pairs.CALLS},
