@@ -57,10 +57,9 @@ struct alignas(1024) RowLayout<kNumRows, kWidth, kWithSeconds, true> {
     }
 
     __device__ __forceinline__ void copy(const char* source, int thread, int num_rows) {
-        constexpr int kPieces = prepared_found(kWidth) / 16, kLanes = power_of_two_above(kPieces);
-        constexpr int kStep = kCopiers / kLanes;
-        const int row = thread / kLanes, chunk = thread % kLanes;
-        if (kLanes != kPieces && chunk >= kPieces) return;
+        constexpr int kPieces = prepared_found(kWidth) / 16, kStep = kCopiers / kPieces;
+        static_assert(kCopiers % kPieces == 0, "every thread has a piece of some rows");
+        const int row = thread / kPieces, chunk = thread % kPieces;
         const int of_part = chunk % (kWidth / 8);
         const int index = kWithSeconds ? (of_part / 8 * 2 + chunk / (kWidth / 8)) * 8 + of_part % 8 : chunk;
         const SharedAddress target = shared_address(rows);
