@@ -162,7 +162,7 @@ def brief(x: Any) -> str:
     return text if 0 < len(text) < 40 else f"a {type(x).__name__}"
 
 
-def _refuse(name: str, got: str, hint: str = "", copied: str = "") -> NoReturn:
+def refuse(name: str, got: str, hint: str = "", copied: str = "") -> NoReturn:
     """Raise a TypeError with a hint; `copied`: one that makes a copy, in which nobody would find what is written."""
     hint += "" if name in _WRITTEN else copied
     raise TypeError(f"{name} is {got}, expected a NumPy or CuPy array, or a GPU array with __dlpack__{hint}")
@@ -172,9 +172,9 @@ def _inspect_numpy(name: str, x: np.ndarray) -> ArrayInfo:
     # NumPy imports `numpy.ma` when it is named, which a signal handler must not do in the middle of the same.
     if isinstance(x, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ())):
         hidden = " and, in attention, mask= for hidden keys" if name in ("q", "k", "v") else ""
-        _refuse(name, "a numpy.ma.MaskedArray", copied=f"; pass x.filled(...){hidden}")
+        refuse(name, "a numpy.ma.MaskedArray", copied=f"; pass x.filled(...){hidden}")
     if isinstance(x, np.matrix):
-        _refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
+        refuse(name, "a numpy.matrix", "; pass np.asarray(x)")
     x = np.asarray(x)  # past what a subclass may have made of it
     dtype = DTYPE_NAMES.get(x.dtype) or str(x.dtype)
     if not x.dtype.isnative:
@@ -191,7 +191,7 @@ def _inspect_cupy(x: Any, writeable: bool = True) -> ArrayInfo:
 
 def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
     if isinstance(x, type):
-        _refuse(name, brief(x))
+        refuse(name, brief(x))
     kind = f"{type(x).__module__.split('.')[0]}.{type(x).__name__}"
     if hasattr(x, "__dlpack_device__"):
         try:
@@ -200,21 +200,21 @@ def _inspect_foreign(name: str, x: Any) -> ArrayInfo:
             device_type = 0
         if device_type in GPU_DEVICES:
             return _import_gpu_array(name, x, kind)
-        _refuse(name, f"a {kind} that is not on a CUDA device", _host_hint(x))
+        refuse(name, f"a {kind} that is not on a CUDA device", _host_hint(x))
     if hasattr(x, "__cuda_array_interface__"):
         return _import_gpu_array(name, x, kind)
     if isinstance(x, (list, tuple)):
-        _refuse(name, f"a {type(x).__name__}", copied="; pass np.asarray(x)")
+        refuse(name, f"a {type(x).__name__}", copied="; pass np.asarray(x)")
     if kind == "dask.Array":
-        _refuse(name, f"a {kind}", "; cuflash.dask.attention takes those of Dask")
+        refuse(name, f"a {kind}", "; cuflash.dask.attention takes those of Dask")
     if hasattr(x, "__array__"):
-        _refuse(name, f"a {kind}", copied="; pass np.asarray(x)")
+        refuse(name, f"a {kind}", copied="; pass np.asarray(x)")
     if hasattr(x, "toarray"):
-        _refuse(name, f"a {kind}", copied="; pass x.toarray()")
+        refuse(name, f"a {kind}", copied="; pass x.toarray()")
     shape, dtype = getattr(x, "shape", None), getattr(x, "dtype", None)
     if type(shape) is tuple and dtype is not None:
         raise TypeError(f"{name} is a {kind} without data: stand-ins are for explain() and warmup()")
-    _refuse(name, brief(x) if type(x).__module__ == "builtins" else f"a {kind}")
+    refuse(name, brief(x) if type(x).__module__ == "builtins" else f"a {kind}")
 
 
 def _host_hint(x: Any) -> str:

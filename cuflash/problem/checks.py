@@ -134,8 +134,12 @@ def optional_array(
     dtypes: tuple[str, ...],
     target: tuple[int, ...],
     alternative: str = "",
+    hint: str = "",
 ) -> None:
-    """Check one option that is an array and broadcasts to `target`, and enter it in `infos`."""
+    """Check one option that is an array and broadcasts to `target`, and enter it in `infos`.
+
+    Errors name an alternative to the dtypes, and end with a hint for shapes of which nothing else is known.
+    """
     info = inspect(name, x)
     if info.dtype not in dtypes:
         wanted = {"bool": "bool (True = attend)", "float16": "a float dtype", "int8": "an integer dtype"}[dtypes[0]]
@@ -149,7 +153,8 @@ def optional_array(
         length not in (1, wanted) for length, wanted in zip(reversed(shape), reversed(target), strict=False)
     ):
         raise ValueError(
-            f"{name} has shape {shape}, expected one that broadcasts to {target}{axes_hint(name, shape, target)}"
+            f"{name} has shape {shape}, expected one that broadcasts to {target}"
+            f"{axes_hint(name, shape, target) or hint}"
         )
     infos[name] = info
 

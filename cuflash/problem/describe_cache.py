@@ -61,7 +61,8 @@ def describe_kv_cache(
             # Where the length is known, the keys of a cache that is not full need no columns.
             info = inspect(name, x)
             columns = capacity if info.shape[-1:] == (capacity,) else seqlen_k
-            optional_array(infos, name, x, dtypes, (*shapes[name][:-1], columns))
+            hint = "; there is a column for each key that there is room for" if columns == capacity else ""
+            optional_array(infos, name, x, dtypes, (*shapes[name][:-1], columns), hint=hint)
             if columns != seqlen_k:
                 array = None if info.array is None else info.array[..., :seqlen_k]
                 infos[name] = info._replace(array=array, shape=(*info.shape[:-1], seqlen_k))

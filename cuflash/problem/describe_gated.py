@@ -10,7 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import FLOAT_NAMES, HOST, ITEMSIZE, ArrayInfo, computed_dtype, contiguous_strides, inspect, strides_like
+from .arrays import (
+    FLOAT_NAMES,
+    HOST,
+    ITEMSIZE,
+    MISSING,
+    ArrayInfo,
+    brief,
+    computed_dtype,
+    contiguous_strides,
+    inspect,
+    refuse,
+    strides_like,
+)
 from .checks import (
     MAX_HEADS_ON_GPU,
     check_boundaries,
@@ -124,7 +136,11 @@ def describe_recurrent_gated_delta_rule(
     head_dim = given["q"].shape[-1]
     others = list(given.items())
     shape = batch, num_heads_v, head_dim, head_dim_v
-    _state(given, "state", state, shape, (computed_dtype(given["q"].dtype),))
+    dtype = computed_dtype(given["q"].dtype)
+    if state is None or state is MISSING:
+        zeros = f"zeros of shape (B, Hv, K, V), here {shape}, and dtype {dtype} to begin with"
+        refuse("state", brief(state), f"; it is updated in place: {zeros}")
+    _state(given, "state", state, shape, (dtype,))
     check_result("state", given["state"], shape, others)
     scale = parse_scale(scale, head_dim, given["q"].dtype)
     _result(given, "out", out, given["v"].shape)

@@ -12,7 +12,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from .arrays import FLOAT_NAMES, INTEGER_NAMES
-from .signatures import NOT_NEEDED, NOT_NEEDED_BESIDE, OUR_NAMES, OUR_NAMES_BESIDE
+from .signatures import NOT_NEEDED, NOT_NEEDED_BESIDE, OUR_NAMES, OUR_NAMES_BESIDE, TOO_MANY
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -35,17 +35,20 @@ def explains_unknown_options(function: Function) -> Function:
 
 
 def explains_unknown_names(function: Function) -> Function:
-    """Refuse named arguments that a function does not have with the same hints; a class by its `__init__`.
+    """Refuse arguments that a function does not have with the same hints; a class by its `__init__`.
 
     A call more, for what is not called by the thousand: such functions have no defaults for what a call must have.
     """
     name = function.__qualname__.removesuffix(".__init__")
-    known = _parameters[name] = frozenset(inspect.signature(function).parameters) - {"self"}
+    parameters = inspect.signature(function).parameters
+    known = _parameters[name] = frozenset(parameters) - {"self"}
+    unnamed = [x.name for x in parameters.values() if x.kind is not inspect.Parameter.KEYWORD_ONLY]
+    positional[name] = [x for x in unnamed if x != "self"]
 
     @wraps(function)
     def checked(*args: Any, **given: Any) -> Any:
-        if not known.issuperset(given):
-            check_options(name, given)
+        if len(args) > len(unnamed) or not known.issuperset(given):
+            check_options(name, given, args[len(unnamed) :])
         return function(*args, **given)
 
     return checked  # type: ignore[return-value]
@@ -78,10 +81,9 @@ def check_options(
     if more:
         names = positional[function]
         others = ", ".join(sorted(_parameters[function].difference(names)))
-        raise TypeError(
-            f"{function}() takes {len(names)} positional arguments ({', '.join(names)}) but {len(names) + len(more)} "
-            f"were given; name the others, of {others}"
-        )
+        taken = f"{len(names)} positional arguments ({', '.join(names)})" if names else "no positional arguments"
+        instead = TOO_MANY.get(function, f"name the others, of {others}")
+        raise TypeError(f"{function}() takes {taken} but {len(names) + len(more)} were given; {instead}")
     known = _parameters.get(function)
     for name in given:
         if known is not None and name not in known:

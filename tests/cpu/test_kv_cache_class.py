@@ -387,12 +387,22 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (lambda c: cuflash.KVCache(1, 1, 8, 8, block_size=3), TypeError, "'block_size'; cuflash calls it page_size"),
     (lambda c: cuflash.KVCache(1, 1, max_seq_len=8), TypeError, "'max_seq_len'; cuflash calls it capacity"),
     (lambda c: cuflash.KVCache(1, 1, 8, 8, layers=3), TypeError, "'layers'; did you mean num_layers?"),
+    (lambda c: cuflash.KVCache(1, 1, 8, 8, 8), TypeError, "takes 4 positional arguments (num_slots, num_heads_kv,"),
     (lambda c: cuflash.KVCache(1, 1, 8), TypeError, "missing 1 required positional argument: 'capacity'"),
     (lambda c: cuflash.KVCache(1, 1, 8, 8, xp=np.linalg), TypeError, "expected the module numpy or cupy"),
     (lambda c: c.attention(np.ones((4, 4, 1, 8), "f"), layer=2), ValueError, "layer is 2, expected 0 to 1"),
     (lambda c: c.attention(np.ones((3, 4, 1, 8), "f")), ValueError, "q has batch 3, expected 4"),
     (lambda c: c.attention(np.ones((2, 4, 1, 8), "f"), slots=[0, 1]), ValueError, "slots is a list, expected None"),
     (lambda c: c.attention(np.ones((4, 4, 1, 8), "f"), seqlens_k=3), TypeError, "'seqlens_k'; keys, values, len"),
+    *(
+        (lambda c, x={name: 3}: c.attention(np.ones((4, 4, 1, 8), "f"), **x), TypeError, f"{name!r}; keys, values, len")
+        for name in ("cache_position", "kv_cache", "past_key_values", "seq_lens")
+    ),
+    (
+        lambda c: c.attention(np.ones((4, 4, 1, DIM), "f"), mask=np.ones((4, 1, 1, 9), bool)),
+        ValueError,
+        "mask has shape (4, 1, 1, 9), expected one that broadcasts to (4, 4, 1, 40); there is a column for each key",
+    ),
     (lambda c: c.attention(np.ones((4, 4, 1, 8), "f"), slot=3), TypeError, "'slot'; cuflash calls it slots"),
     (lambda c: c.attention(np.ones((4, 4, 1, 8), "f"), zz=3), TypeError, "KVCache.attention() got an unexpected"),
     (lambda c: c.advance(-1), ValueError, "num_new is -1, expected"),

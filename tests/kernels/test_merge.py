@@ -250,6 +250,13 @@ def test_unknown_options(name: str, hint: str) -> None:
         cuflash.merge_attention_states(OUT, **{name: LSE})
 
 
+def test_states_one_by_one() -> None:
+    """As FlashInfer's merge_state takes them."""
+    words = "takes 2 positional arguments (outs, lses) but 4 were given; pass [out_a, out_b], [lse_a, lse_b]"
+    with pytest.raises(TypeError, match=re.escape(f"merge_attention_states() {words}")):
+        cuflash.merge_attention_states(OUT[0], LSE[0], OUT[1], LSE[1])
+
+
 @pytest.mark.gpu
 def test_mixing_numpy_and_gpu_is_refused() -> None:
     import cupy

@@ -363,7 +363,12 @@ RECURRENT = [
     *DELTA_RULE,
     *states("state", (2, 4, 8, 6), "(2, 4, 8, 6)"),
     *of_computation("state"),
-    bad("state-None", TypeError, ("state is None", ARRAY), given(state=None)),
+    bad(
+        "state-None",
+        TypeError,
+        ("state is None", ARRAY, "zeros of shape (B, Hv, K, V), here (2, 4, 8, 6), and dtype float32 to"),
+        given(state=None),
+    ),
     bad("state-read-only", ValueError, ("state is read-only",), given(state=read_only(2, 4, 8, 6)), host_only=True),
     bad(
         "state-over-itself",
@@ -500,7 +505,7 @@ def test_other_names_are_explained(function: Any, name: str, hint: str) -> None:
 def test_what_is_missing_is_named() -> None:
     good = good_arguments(recurrent_gated_delta_rule, np)
     del good["state"]
-    with pytest.raises(TypeError, match="state is missing, expected a NumPy or CuPy array"):
+    with pytest.raises(TypeError, match=r"state is missing, expected a NumPy or CuPy array.*zeros of shape"):
         recurrent_gated_delta_rule(**good)
 
 
