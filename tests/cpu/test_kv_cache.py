@@ -512,7 +512,8 @@ def test_batches_that_are_copied_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
         compute(task, sequences)
 
     monkeypatch.setattr(cpu_cache, "compute", counted)
-    for num_bytes, together in ((0, [1, 1, 1, 1]), (11 * 2 * 28 * 4 + 2 * 2 * 28 * 4, [2, 1, 1]), (2**20, [4])):
+    page = 8 * 2 * 28 * 4  # there are 1, 2, 5 and 5 of them, and the first one is not copied
+    for num_bytes, together in ((0, [2, 1, 1]), (6 * page, [2, 1, 1]), (7 * page, [3, 1]), (2**20, [4])):
         monkeypatch.setattr(cpu_cache, "GATHERED_BYTES", num_bytes)
         computed.clear()
         assert same(call(arrays, causal=True), expected) and computed == together
