@@ -6,8 +6,14 @@
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="fused").cuda()
 
 It is for inference (`torch.no_grad()`, as in `generate`), on torch's default stream, which is CuPy's, too. Tensors are
-taken through DLPack and written in place: nothing is copied. With a GPU, `python examples/with_transformers.py`
-compares a small model with random weights with the "eager" attention of transformers.
+taken through DLPack and written in place: nothing is copied.
+
+It serves models that ask transformers' interface for their attention. Those that write it out themselves (BLOOM, MPT,
+Falcon, Longformer, GPT-Neo, DeBERTa, the encoder of SAM) never do: they stay eager without a word, or refuse the name.
+Sliding windows go in as masks here; `window=` of `cuflash.attention` takes half the time or less.
+
+With a GPU, `python examples/with_transformers.py` compares a small model with random weights with the "eager" attention
+of transformers.
 """
 
 from __future__ import annotations
