@@ -4,8 +4,9 @@
 // own, the sum of the seconds' product being below its rounding. precision="tf32" has the first alone.
 //
 // Grid: one block per tile of kBlockM rows of one (batch, head); a row is one query of one head. Blocks walk the keys
-// that any of their rows sees, first to last, kBlockN at a time. K arrives during O += P V, V during S = Q K^T; behind
-// them what has arrived is turned into pairs where it lies, unless prepare_pairs.cu has done so for all blocks.
+// that any of their rows sees, first to last, kBlockN at a time. Where prepare_pairs.cu has made pairs for all blocks,
+// K arrives during O += P V, V during S = Q K^T. Else both come to one buffer, V when K has been multiplied, and are
+// turned into pairs where they lie: other blocks of the multiprocessor multiply meanwhile.
 //
 // Warps: each owns 16 rows from beginning to end, in whose fragments scores, weights and output stay. Where the output
 // is too wide for a thread's registers, kWarpsPerRow warps share their rows: each multiplies some of the features, and
@@ -24,10 +25,8 @@
 
 namespace cuflash {
 
-struct SharedTiles {
+struct SharedTiles : KeyBuffers<> {
     PairRows<kBlockM, kHeadDim> q;
-    KeyRows<kBlockN, kHeadDim> k;
-    KeyRows<kBlockN, kHeadDimV> v;
     PartialScores partial[kWarpsPerRow > 1 ? kNumWarps : 1];
     TileRow rows[kBlockM];
     LogitRow logits[kBlockM];
@@ -93,15 +92,16 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         const auto load_next_k = [&] {
             if (n_next < keys.any.end) copies.load_k(n_next);
         };
-        if constexpr (kHasValues) copies.load_v(n_begin);
+        if constexpr (kHasValues && !kOneBuffer) copies.load_v(n_begin);
         if (sees) {  // right either way: weights are 0 else
             if (by_pairs) multiply_qk(shared.q, shared.k, place(), scores);
             else multiply_qk_one_by_one(params, tile, rows, n_begin, keys.count_from(n_begin), place(), scores);
             sum_scores(shared.partial, place(), scores);
         }
-        if constexpr (!kHasValues) {
+        if constexpr (!kHasValues || kOneBuffer) {
             __syncthreads();  // K has been multiplied
-            load_next_k();
+            if constexpr (kHasValues) copies.load_v(n_begin);
+            else load_next_k();
         }
         if (sees) {  // right either way: weights are 0 else
             scores_to_logits(params, tile, rows, score_scale(params), keys.at_edge(n_begin, kWarpKeys), n_begin,
@@ -114,24 +114,25 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
             // right either way: the scale may follow at any time
             if (any_thread(found)) value_scale.follow(shared.v, any_thread(found & kHasTiny));
             if (kProducts > 1 && leads) leading.find(scores, n_begin, value_scale.by_pairs(), place());
-            load_next_k();
-            // fence: pairs of weights are not made earlier
-            if constexpr (kPrepared) __syncwarp();
+            if constexpr (!kOneBuffer) load_next_k();
+            // fence: pairs of weights are not made earlier, from which only a branch keeps compilers if output is wide
+            if (!kWideOutput || n_next < keys.any.end) __syncwarp();
             if (sees && value_scale.by_pairs()) accumulate(shared.v, place(), value_scale, scores, o);
             else if (sees)
                 accumulate_one_by_one(params, tile, n_begin, keys.count_from(n_begin), place(), scores, softmax, total);
+            if constexpr (kOneBuffer) {
+                __syncthreads();  // V has been multiplied
+                load_next_k();
+            }
             // right either way: sums may start again at any time
-            if (static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0) total.take(o, softmax);
+            if (n_next < keys.any.end && static_cast<int>(n_next - keys.any.begin) % (kTilesPerSum * kBlockN) == 0)
+                total.take(o, softmax);
         }
         // right either way: nobody looks at the last rows again
         if (n_next < keys.any.end) found = shared.k.arrive(params.head_dim, kLeastExponent, kMostExponent);
     }
     const Place place(thread_index_again());
-    if constexpr (kHasValues) {
-        total.take(o, softmax);
-        if constexpr (kProducts > 1) leading.complete(params, tile, place, total);
-        total.give_back(o, softmax);
-    }
+    if constexpr (kHasValues) leading.finish(params, tile, place, o, softmax, total);
     store_rows(params, tile, softmax, o, place);
 }
 

@@ -112,15 +112,12 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         n_begin += kBlockN;
         if constexpr (!kHasValues) continue;
         // right either way: a sum may be shorter
-        if (n_begin - first == kTilesPerSum * kBlockN) {
+        if (n_begin - first == kTilesPerSum * kBlockN && n_begin < keys.any.end) {
             total.take(o, softmax);
             first = n_begin;
         }
     }
-    if constexpr (kHasValues) {
-        total.take(o, softmax);
-        total.give_back(o, softmax);
-    }
+    if constexpr (kHasValues) total.finish(o, softmax);
     store_rows(params, tile, softmax, o, place);
 }
 

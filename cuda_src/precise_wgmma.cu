@@ -155,8 +155,6 @@ struct RowWarp {
         if (value_scale.by_pairs()) accumulate(v, place, value_scale, weights, o);
         else accumulate_one_by_one(params, shared.tile, first_key(i), num_keys(i), place, weights, softmax, total);
         shared.loaded_values.release_read(i);
-        // right either way: sums may start again at any time
-        if ((i + 1) % kTilesPerSum == 0) total.take(o, softmax);
     }
     // Tiles that nobody of the warpgroup sees.
     __device__ __forceinline__ void pass_over(int begin, int end) {
@@ -190,7 +188,11 @@ struct RowWarp {
             const bool at_edge = i < whole.begin || i >= whole.end;
             scores_to_logits(params, shared.tile, rows(), shared.scale, at_edge, first_key(i), place, scores);
             const bool leads = weigh(scores, softmax, o);
-            if constexpr (kHasValues) add_values(i, leads, scores);
+            if constexpr (kHasValues) {
+                add_values(i, leads, scores);
+                // right either way: sums may start again at any time
+                if (i < last && (i + 1) % kTilesPerSum == 0) total.take(o, softmax);
+            }
             if constexpr (kScoresAhead) finish_scores(next, sums, scores);
             // right either way: nobody loads into the last one's buffer
             if (kScoresAhead && next > i) shared.loaded_keys.release_read(next);
@@ -223,11 +225,7 @@ __device__ __forceinline__ void attend(const AttentionParams& params, SharedTile
         own.walk(seen, {num_tiles_before(keys, keys.all.begin), tile_of(keys, keys.all.end)});
         own.pass_over(max(seen.begin, seen.end), num_tiles);
     }
-    if constexpr (kHasValues) {
-        total.take(o, softmax);
-        if constexpr (kProducts > 1) leading.complete(params, shared.tile, place, total);
-        total.give_back(o, softmax);
-    }
+    if constexpr (kHasValues) leading.finish(params, shared.tile, place, o, softmax, total);
     store_rows(params, shared.tile, softmax, o, place);
 }
 

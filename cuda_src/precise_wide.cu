@@ -226,14 +226,13 @@ __device__ __forceinline__ void attention_forward(const AttentionParams& params,
         __syncthreads();
         accumulate(shared.weights, feed, place, o);
         // right either way: a sum may be shorter
-        if (n_begin - first == kTilesPerSum * kBlockN) {
+        if (n_begin - first == kTilesPerSum * kBlockN && n_begin < keys.end) {
             total.take(o, softmax);
             first = n_begin;
         }
     }
     if constexpr (kHasValues) {
-        total.take(o, softmax);
-        total.give_back(o, softmax);
+        total.finish(o, softmax);
     } else {
 #pragma unroll
         for (int r = 0; r < kRows; ++r) maxima[r] = softmax.row_max[r];

@@ -58,6 +58,7 @@ __device__ __forceinline__ void accumulate_one_by_one(const AttentionParams& par
                                                       OutputTotal& total) {
     volatile float own[kRows][kColumns];
     float factors[kRows];
+    total.begin();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
         factors[r] = total.follow(r, softmax);

@@ -45,11 +45,14 @@ __device__ __forceinline__ bool follow_maxima(Accumulator (&maxima)[kRows], Onli
     return grown;
 }
 
-// Sums of earlier keys, in memory: output and sum of each row.
+// Sums of earlier keys, in memory: output and sum of each row. Nobody touches it where there are few keys.
 struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
     static constexpr int kValues = 2 * kFeatureTiles;
+    volatile bool is_used = false;
 
-    __device__ __forceinline__ OutputTotal() {
+    __device__ __forceinline__ void begin() {
+        if (is_used) return;
+        is_used = true;
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             row_max[r] = -infinity();
@@ -67,6 +70,7 @@ struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
     // Takes what has been summed since the last time, which is then 0.
     __device__ __forceinline__ void take(Output& o, OnlineSoftmax<kRows>& softmax) {
         constexpr int kAtOnce = 16;  // loads on their way
+        begin();
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
             const Accumulator by = follow(r, softmax);
@@ -93,6 +97,12 @@ struct OutputTotal : Total<kRows, 2 * kFeatureTiles + 1> {
             for (int i = 0; i < kValues; ++i) at(o, r, i) = sums[r][i];
             softmax.row_sum[r] = sums[r][kValues];
         }
+    }
+    // The sums of all keys, whose last ones are in O.
+    __device__ __forceinline__ void finish(Output& o, OnlineSoftmax<kRows>& softmax) {
+        if (!is_used) return;
+        take(o, softmax);
+        give_back(o, softmax);
     }
 };
 

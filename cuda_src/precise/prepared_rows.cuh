@@ -56,6 +56,22 @@ struct KeyRows : PairRows<kNumRows, kWidth> {};
 template <int kNumRows, int kWidth>
 struct KeyRows<kNumRows, kWidth, true> : PreparedRows<kNumRows, kWidth> {};
 
+// Keys and values of a tile. Where blocks make pairs themselves, values take the place of keys when these have been
+// multiplied: more blocks have room on a multiprocessor, and one waits for its copies while another multiplies.
+constexpr bool kOneBuffer = !kPrepared;
+template <bool kShared = kOneBuffer>
+struct KeyBuffers {
+    KeyRows<kBlockN, kHeadDim> k;
+    KeyRows<kBlockN, kHeadDimV> v;
+};
+template <>
+struct KeyBuffers<true> {
+    union {
+        KeyRows<kBlockN, kHeadDim> k;
+        KeyRows<kBlockN, kHeadDimV> v;
+    };
+};
+
 // Where prepared rows, of keys or of values, begin from one of the tile's keys on.
 template <int kWidth>
 __device__ __forceinline__ const char* prepared_from(const char* rows, const TileMap& tile, long long key) {

@@ -8,6 +8,10 @@ namespace cuflash {
 // right either way: what is asked for is whether to multiply one by one, which is right for all, if slower
 __device__ __forceinline__ bool any_thread(bool predicate) { return __syncthreads_or(predicate) != 0; }
 
+// Compilers spill for words in memory where output and pairs in the making take all registers, elsewhere for the
+// others.
+constexpr bool kWideOutput = !kPrepared && kHeadDimV > 128;
+
 // A word that is rarely looked at, in memory where registers are scarce.
 template <bool kInMemory>
 struct RareWord {
@@ -22,7 +26,8 @@ struct RareWord<true> {
 struct ValueScale {
     static constexpr unsigned int kRange = 26;  // in bits: lower ones would cost weights their digits
     static constexpr unsigned int kReserve = 2;
-    RareWord<kPrepared && !kWarpgroups> common;  // exponent; 0: the rows of the tile are not to be multiplied by pairs
+    // Exponent; 0: the rows of the tile are not to be multiplied by pairs.
+    RareWord<!kWarpgroups && !kWideOutput> common;
 
     __device__ __forceinline__ unsigned int exponent() const { return common.value; }
     __device__ __forceinline__ bool by_pairs() const { return exponent() != 0; }

@@ -70,7 +70,7 @@ def shared_memory(traits: Traits, tile: Tile) -> int:
     if tile.prepared:
         size += tile.block_n * (_prepared_row(traits, bucket) + _prepared_row(traits, bucket_v) + 2 * 16)
     else:
-        size += _rows(tile.block_n, bucket) + _rows(tile.block_n, bucket_v)
+        size += _rows(tile.block_n, max(bucket, bucket_v))
     size += tile.num_threads // 32 * 64 * tile.block_n if _warps_per_row(traits) > 1 else 32 * 4
     size += tile.block_m * (24 + 32)
     return round_up(size + tile_map_bytes(traits, tile) + TILE_KEYS_BYTES, 16)
@@ -83,11 +83,11 @@ def _prepared(*tiles: Tile) -> tuple[Tile, ...]:
 # Where keys and values are prepared, blocks have nothing to share but their queries, and low ones drift apart: one
 # multiplies while another weighs. TFLOP/s on an H200, 4096 keys, head_dim 128: 64x64p 98, as 128x64p 93.
 _NARROW = (
-    Tile(64, 64, 128), Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
+    Tile(64, 64, 128), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 32, 32), Tile(16, 16, 32),
     *_prepared(Tile(64, 64, 128), Tile(64, 32, 128)),
 )  # fmt: skip
 _WIDE = (
-    Tile(128, 32, 256), Tile(64, 32, 128), Tile(32, 32, 64), Tile(16, 16, 32),
+    Tile(64, 32, 128), Tile(32, 16, 64), Tile(16, 16, 32),
     *_prepared(Tile(128, 32, 256), Tile(64, 32, 128)),
 )  # fmt: skip
 _SHARED = (
@@ -99,38 +99,38 @@ _SHARED = (
 COST = Cost(
     product=1.63e-06,
     weight=0,
-    load=6.63e-05,
-    tile=0.0252,
-    latency=1.85,
+    load=3.71e-05,
+    tile=0.000728,
+    latency=1.79,
     latency_load=0,
     copy=0,
-    exposed_copy=0.0114,
-    block=7.19,
-    block_load=0.048,
-    merge=2.45,
-    merge_split=0.027,
-    merge_byte=5.72e-07,
-    prepare=0.000107,
-    preparation=3.55,
-    preparation_byte=5.24e-07,
+    exposed_copy=0.0125,
+    block=8.84,
+    block_load=0.0201,
+    merge=2.05,
+    merge_split=0.0141,
+    merge_byte=2.55e-07,
+    prepare=0.000122,
+    preparation=2.53,
+    preparation_byte=4.86e-07,
 )
 COST_OF_TF32 = Cost(
-    product=6.74e-07,
-    weight=2.09e-06,
-    load=6.08e-05,
-    tile=0.0309,
-    latency=0.827,
-    latency_load=5.45e-06,
-    copy=0.00364,
-    exposed_copy=0.00831,
-    block=5.14,
-    block_load=0.0185,
-    merge=5.45,
-    merge_split=0.0648,
-    merge_byte=5.11e-07,
-    prepare=0.000126,
-    preparation=3.93,
-    preparation_byte=6.54e-07,
+    product=1.33e-07,
+    weight=1.6e-05,
+    load=2.86e-05,
+    tile=0.0259,
+    latency=1.22,
+    latency_load=1.29e-06,
+    copy=0.0015,
+    exposed_copy=0.0111,
+    block=7.85,
+    block_load=0.0171,
+    merge=2.72,
+    merge_split=0.0177,
+    merge_byte=1.2e-07,
+    prepare=0.000104,
+    preparation=3.83,
+    preparation_byte=4.55e-07,
 )
 
 

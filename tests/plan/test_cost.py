@@ -234,8 +234,8 @@ def test_choices_are_near_the_best_measured_ones() -> None:
         values = [loss for loss, *_ in those]
         large = {"precise_float32, tf32": 0.33, "forward_wmma, tf32": 0.32}
         large |= {"forward_scalar": 0.52, "forward_scalar, float64": 0.53, "precise_float32": 0.38}
-        large |= {"forward_mma, two warps to a row": 0.36, "forward_wgmma": 0.36, "precise_float64": 0.3}
-        worst = {"among kernels": 0.38, **large}.get(name, 0.2)
+        large |= {"forward_mma, two warps to a row": 0.36, "forward_wgmma": 0.36, "precise_wide": 0.36}
+        worst = {"among kernels": 0.49, **large}.get(name, 0.2)
         assert np.mean(values) <= 0.04 and max(values) <= worst, name
 
 
