@@ -45,8 +45,9 @@ struct RowsWorkedOut {
 template <typename Rows>
 __device__ __forceinline__ bool any_row_sees(const Rows& rows, const TileKeys& keys, long long n_begin,
                                              const Place& place) {
+    // Warps that share rows meet at each tile: where some leave that out, compute-sanitizer sees races where none are.
     // right either way: tiles may be looked at in vain
-    if (!keys.at_edge(n_begin, kWarpKeys)) return true;
+    if (kWarpsPerRow > 1 || !keys.at_edge(n_begin, kWarpKeys)) return true;
     const ColumnRange visible =
         columns_of(rows.visible(place.group * kRowsPerWarp + place.lane % kRowsPerWarp), n_begin);
     // right either way: tiles may be looked at in vain
