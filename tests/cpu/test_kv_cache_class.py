@@ -379,7 +379,7 @@ ERRORS: list[tuple[Any, type[Exception], str]] = [
     (
         lambda c: cuflash.KVCache(1, 1, 8, 8, dtype=np.float32(1)),
         TypeError,
-        "dtype is np.float32(1.0), expected float16",
+        f"dtype is {np.float32(1.0)!r}, expected float16",
     ),
     (lambda c: cuflash.KVCache(10**5000, 1, 8, 8), ValueError, "num_slots is an int of 16610 bits, expected an int"),
     (lambda c: c.attention(np.float32), TypeError, "q is the class float32, expected a NumPy"),

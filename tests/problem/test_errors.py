@@ -258,7 +258,7 @@ SCALARS = [
         for value in (1, None, 0.0, [True], np.ones(1, bool))
     ),
     *(
-        bad(f"{name}-timedelta{unit}", TypeError, (f"{name} is np.timedelta64(1", "expected"), given(**{name: value}))
+        bad(f"{name}-timedelta{unit}", TypeError, (f"{name} is {value!r}, expected",), given(**{name: value}))
         for unit, value in (("", np.timedelta64(1)), ("-s", np.timedelta64(1, "s")), ("-ns", np.timedelta64(1, "ns")))
         for name in ("scale", "softcap", "causal", "return_lse")
     ),
