@@ -26,7 +26,7 @@ from ..settings import num_threads
 from .blocks import ARRAYS, BLOCK_ROWS, TILE_BYTES, Array, Block, Part, Sequence, blocks, parts_of, sequence_of
 from .direct import attend_directly, is_plain
 from .scores import Scratch, keys_last
-from .threads import run_alone, run_on_threads
+from .threads import run_alone, run_on_threads, touching_first
 from .tile import Arithmetic, operand, queries_of, to_logits
 
 SCRATCH_BYTES = 48 * 2**20
@@ -156,7 +156,7 @@ def compute(task: Task, sequences: list[Sequence]) -> None:
         useful = min(useful, max(1, SCRATCH_BYTES // _scratch_bytes(task.problem, queue[0].part.tile_keys)))
         run_on_threads(useful, queue, lambda blocks: _work(blocks, task))
     else:
-        run_alone(_work, queue, task)
+        run_alone(touching_first(1, _work), queue, task)
 
 
 def _scratch_bytes(problem: Problem, tile_keys: int) -> int:

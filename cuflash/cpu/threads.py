@@ -117,7 +117,7 @@ def run_on_threads(num_threads: int, items: Iterable[Item], work: Callable[[Iter
     Together the iterators give every item once. An error in one of the threads ends all of them, and is raised here; no
     thread is at work when this function has ended, in whatever way.
     """
-    call = _Call(items, work)
+    call = _Call(items, touching_first(num_threads, work))
     try:
         call.turn = _free_locks.pop()
     except IndexError:
@@ -171,6 +171,30 @@ def run_alone(work: Callable[..., None], *arguments: Any) -> None:
             if not limit.inside and limit.before is not None:
                 before, limit.before = limit.before, None
                 limit.set(before)
+
+
+_most_threads = 0
+"""Threads for which BLAS has touched its buffers."""
+
+
+def touching_first(num_threads: int, work: Callable[..., None]) -> Callable[..., None]:
+    """Return what is to be called in so many threads at the same time for work that is products, of float32 above all.
+
+    OpenBLAS prefetches what lies behind an operand in a thread's buffer. A page there that nobody has written to does
+    not exist, and to look for it takes hundreds of clocks, on virtual machines most of all: products of the same sizes
+    take up to six times as long, however often they are computed. So a large one comes before the first ones.
+    """
+    global _most_threads
+    if num_threads <= _most_threads:
+        return work
+    _most_threads = num_threads
+
+    def touch_and_work(*arguments: Any) -> None:
+        # Larger than its blocks: 320 by 768 and fewer by 320 elements. It takes some milliseconds.
+        np.matmul(np.ones((136, 320), np.float32), np.ones((320, 800), np.float32))
+        work(*arguments)
+
+    return touch_and_work
 
 
 class _Helpers:

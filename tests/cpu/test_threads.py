@@ -20,7 +20,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 import cuflash
 from cuflash.cpu import attention as cpu
 from cuflash.cpu import threads
-from cuflash.cpu.threads import run_on_threads
+from cuflash.cpu.threads import run_on_threads, touching_first
 
 PROGRAM = """
 import atexit, signal, sys, threading, time
@@ -426,3 +426,14 @@ def test_helpers_keep_nothing_alive() -> None:
     run_on_threads(3, [busy], lambda items: [event.wait(0.05) for event in items])  # type: ignore[arg-type,return-value]
     gc.collect()
     assert [reference() for reference in seen] == [None] * 8
+
+
+def test_blas_touches_its_buffers_once_for_so_many_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_most_threads", 1)
+    products, calls = [], []
+    monkeypatch.setattr(threads.np, "matmul", lambda a, b: products.append(a.shape + b.shape))
+    assert touching_first(1, calls.append) == calls.append
+    first = touching_first(3, calls.append)
+    assert touching_first(3, calls.append) == touching_first(2, calls.append) == calls.append
+    first("work")
+    assert len(products) == 1 and calls == ["work"]
