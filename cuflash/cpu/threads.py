@@ -182,7 +182,7 @@ def touching_first(num_threads: int, work: Callable[..., None]) -> Callable[...,
 
     OpenBLAS prefetches what lies behind an operand in a thread's buffer. A page there that nobody has written to does
     not exist, and to look for it takes hundreds of clocks, on virtual machines most of all: products of the same sizes
-    take up to six times as long, however often they are computed. So a large one comes before the first ones.
+    take up to four times as long, however often they are computed. So a large one comes before the first ones.
     """
     global _most_threads
     if num_threads <= _most_threads:
