@@ -10,6 +10,7 @@ from ..bench.outputs import check_picture
 from ..dense import attention
 from ..explain import explain
 from ..gpu.installed import choose_backend
+from ..settings import settings
 from . import digits
 from .digits import Digits, Reading
 from .pictures import draw_hardest
@@ -69,7 +70,14 @@ def main(args: list[str]) -> int:
         print(f"--backend {chosen.backend}: {error}")
         return 2
     training, held_out = digits.load()
-    good, reading, temperature = report(xp, training, held_out)
+    try:
+        good, reading, temperature = report(xp, training, held_out)
+    except ValueError as error:
+        chosen_kernel, chosen_tile, _ = settings()
+        if not (chosen_kernel or chosen_tile):
+            raise
+        print(f"CUFLASH_KERNEL or CUFLASH_TILE: {error}")
+        return 2
     draw_hardest(held_out, reading, training, temperature).savefig(chosen.output, dpi=100)
     print(f"hardest digits        {chosen.output}")
     if not good:

@@ -15,6 +15,7 @@ from scipy.special import softmax
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
+import cuflash
 from cuflash.bench import outputs
 from cuflash.bench.device import peak_bytes
 from cuflash.demo import command, pictures
@@ -168,6 +169,13 @@ def test_output_that_cannot_be_written_fails_before_anything_is_computed(
     assert command.main(["--backend", "numpy", "--output", path]) == 2
     printed = capsys.readouterr().out
     assert printed.startswith(f"--output {path}: ") and words in printed
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernel_that_cannot_serve_it_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with cuflash.options(kernel="forward_mma"):
+        assert command.main(["--backend", "numpy", "--output", f"{tmp_path}/digits.png"]) == 2
+    assert capsys.readouterr().out.startswith("CUFLASH_KERNEL or CUFLASH_TILE: kernel 'forward_mma' cannot serve")
     assert not list(tmp_path.iterdir())
 
 
