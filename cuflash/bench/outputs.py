@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def check_file(path: Path) -> None:
@@ -21,3 +25,8 @@ def check_picture(path: Path) -> None:
     if path.suffix and path.suffix[1:].lower() not in formats:
         raise ValueError(f"no picture has the suffix {path.suffix!r}, expected one of {', '.join(sorted(formats))}")
     check_file(path)
+
+
+def save_picture(figure: Figure, path: Path, dpi: int) -> None:
+    """Save it under this very name, to which matplotlib adds a suffix if there is none; then it is a PNG."""
+    figure.savefig(path, format=path.suffix[1:] or "png", dpi=dpi)

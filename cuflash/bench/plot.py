@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .outputs import save_picture
 from .report import Report, column, columns, error_column
 from .sweep import ratios
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def save(report: Report, path: Path) -> None:
     """Draw a report into a file; the ending of its name says which format."""
-    draw(report).savefig(path, dpi=130)
+    save_picture(draw(report), path, dpi=130)
 
 
 def draw(report: Report) -> Figure:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from types import ModuleType
 
-from ..bench.outputs import check_picture
+from ..bench.outputs import check_picture, save_picture
 from ..dense import attention
 from ..explain import explain
 from ..gpu.installed import choose_backend
@@ -78,7 +78,7 @@ def main(args: list[str]) -> int:
             raise
         print(f"CUFLASH_KERNEL or CUFLASH_TILE: {error}")
         return 2
-    draw_hardest(held_out, reading, training, temperature).savefig(chosen.output, dpi=100)
+    save_picture(draw_hardest(held_out, reading, training, temperature), Path(chosen.output), dpi=100)
     print(f"hardest digits        {chosen.output}")
     if not good:
         print("FAILED: attention must beat the most frequent digit, with every error within what is allowed")
