@@ -262,15 +262,19 @@ def _add_gated(add: Callable[..., Any]) -> None:
     add("--chunk-size", type=int, metavar="N")
 
 
-def _joined(arguments: list[str]) -> list[str]:
-    """Write `--window -1,0` as `--window=-1,0`: argparse would take the value for another option."""
+def _readable(arguments: list[str]) -> list[str]:
+    """Write what argparse would misread in another way.
+
+    `--window -1,0` as `--window=-1,0`, as the value is no option; the function in front of all options, as it is no
+    value of one (`--causal attention`).
+    """
     joined: list[str] = []
     for argument in arguments:
         if joined and re.fullmatch("--[a-z-]+", joined[-1]) and re.match("-[0-9]", argument):
             joined[-1] += f"={argument}"
         else:
             joined.append(argument)
-    return joined
+    return joined[:1] + sorted(joined[1:], key=lambda argument: argument not in FUNCTIONS)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -295,7 +299,7 @@ def main(arguments: list[str] | None = None) -> int:
         from .demo.command import main as demo
 
         return demo(arguments[1:])
-    parsed = vars(parser.parse_args(_joined(arguments)))
+    parsed = vars(parser.parse_args(_readable(arguments)))
     command = parsed.pop("command")
     if command == "doctor":
         return doctor()

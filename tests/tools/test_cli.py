@@ -274,6 +274,11 @@ def test_no_option_is_missing() -> None:
     assert tested | {"q", "k", "v_new"} == parameters
 
 
+def test_explain_of_a_function_behind_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", "--q", "1,8,128,64", "--device", "90", "--causal", "attention_lse"]) == 0
+    assert capsys.readouterr().out.startswith("attention_lse float16, ")
+
+
 def test_explain_insists_on_kernel_and_tile(capsys: pytest.CaptureFixture[str]) -> None:
     text, _ = described(capsys, "--q", "4,500,64", "--kernel", "forward_scalar", "--tile", "32x32")
     assert "  kernel         forward_scalar for sm_80\n" in text and "  tile           32x32 (rows" in text
