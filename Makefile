@@ -95,7 +95,7 @@ other_cuda = $(if $(filter 12,$*),13,12)
 define install
 	$(if $(filter none,$*),,$(python) -m pip uninstall --quiet --quiet --yes cupy-cuda$(other_cuda)x)
 	$(if $(filter none,$*),,rm -f $(VENV)/.*-$(other_cuda))
-	$(python) -m pip install --quiet --editable '.[$(1)$(if $(filter none,$*),,$(comma)cuda$*)]'
+	$(python) -m pip install --quiet --config-settings editable_mode=compat --editable '.[$(1)$(if $(filter none,$*),,$(comma)cuda$*)]'
 	touch $@
 endef
 

@@ -6,6 +6,7 @@ everything.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter
@@ -114,6 +115,7 @@ def page(path: Path) -> Path:
 
 def main() -> int:
     """Replace what stands between the markers, and write the plot and the pages."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     reports = read_reports(RESULTS)
     for path, report in reports.items():
         page(path).write_text(f"# `{path.name}`\n\n{markdown(report)}\n")

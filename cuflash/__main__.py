@@ -16,6 +16,7 @@ from . import __version__
 from .dense import attention_lse
 from .doctor import doctor
 from .explain import FUNCTIONS, explain
+from .gpu.compile import KernelCompileError
 from .kv_cache import attention_with_kv_cache
 from .options import options
 from .plan.gated import GATED_KERNELS, GatedSpec
@@ -185,7 +186,7 @@ def _explain(arguments: dict[str, Any]) -> int:
     try:
         with options(kernel=kernel, tile=tile):
             explanation = explain(function, device=device, **_completed(function, call, dtype))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, KernelCompileError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     print(explanation)

@@ -14,7 +14,7 @@ from .cpu.execute import check_settings
 from .dense import attention, attention_lse
 from .explanation import Explanation
 from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
-from .gpu.compile import KernelCompileError, compile_offline, kernel_function
+from .gpu.compile import compile_offline, compiles_for, kernel_function
 from .gpu.installed import gpu_available
 from .gpu.workspace import merge_of_splits
 from .kv_cache import attention_with_kv_cache
@@ -79,6 +79,8 @@ def explain(
     ------
     TypeError, ValueError
         Whatever the call itself would raise.
+    RuntimeError
+        The kernel does not compile; the message holds the compiler's log.
 
     Examples
     --------
@@ -225,12 +227,9 @@ def _device_number(x: Any) -> int:
 
 def _resources(plan: Plan | GatedPlan, device: Device) -> tuple[int | None, int | None]:
     """Registers and spilled bytes; None where the call launches nothing, or where no compiler knows the device."""
-    if plan.num_blocks == 0:
+    if plan.num_blocks == 0 or not compiles_for(device.arch):
         return None, None
-    try:
-        return _compiled_resources(plan.program, device.arch)
-    except (ImportError, KernelCompileError):
-        return None, None
+    return _compiled_resources(plan.program, device.arch)
 
 
 @lru_cache(maxsize=256)

@@ -99,6 +99,8 @@ def _lines_of_gpu(found: Explanation, device: Device) -> list[str]:
     if isinstance(plan, Plan) and plan.append is not None:
         beside += f"; new keys are appended first, by {plan.append.program.kernel}"
     registers = f"unknown (no NVRTC here that compiles for {device.arch})"
+    if found.num_blocks == 0:
+        registers = "none: nothing is launched"
     if found.registers is not None:
         registers = f"{found.registers} per thread, {found.spill_bytes} bytes spilled"
     return [

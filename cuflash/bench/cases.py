@@ -154,10 +154,19 @@ def visible_pairs(seqlen_q: int, seqlen_k: int, causal: bool, window: Window | N
     left, right = (None, None) if window is None else window
     if causal:
         right = 0 if right is None else min(right, 0)
-    position = np.arange(seqlen_q, dtype=np.int64) + (seqlen_k - seqlen_q)
-    first = np.zeros_like(position) if left is None else np.maximum(position - left, 0)
-    last = np.full_like(position, seqlen_k - 1) if right is None else np.minimum(position + right, seqlen_k - 1)
-    return int(np.maximum(last - first + 1, 0).sum())
+
+    def sum_below(limit: int) -> int:
+        """Of all numbers from 0 on, those above `seqlen_k` counted as that."""
+        whole = min(max(limit, 0), seqlen_k)
+        return whole * (whole - 1) // 2 + (max(limit, 0) - whole) * seqlen_k
+
+    def pairs_up_to(edge: int) -> int:
+        """Those whose key is no farther than `edge` behind the query."""
+        first = seqlen_k - seqlen_q + edge + 1
+        return sum_below(first + seqlen_q) - sum_below(first)
+
+    pairs = seqlen_q * seqlen_k if right is None else pairs_up_to(right)
+    return pairs if left is None else pairs - pairs_up_to(-left - 1)
 
 
 def _square(group: str, dtype: str, heads: int, seqlen: int, head_dim: int, batch: int = 1, **options: Any) -> Case:

@@ -130,7 +130,8 @@ def attention(
     named = {name: x for name, x in named.items() if x is not None or name in "qkv"}
     check_options("attention", unknown, namesake=attention)
     for name in unknown:
-        raise TypeError(f"attention() of Dask arrays takes no {name}: its results are new Dask arrays")
+        reason = ": its results are new Dask arrays" if name in ("out", "lse", "workspace") else ""
+        raise TypeError(f"attention() of Dask arrays takes no {name}{reason}")
     if not any(isinstance(x, da.Array) or hasattr(x, "chunks") for x in named.values()):
         raise TypeError(f"q is {_kind(q)}, expected a Dask array; cuflash.attention takes NumPy and CuPy arrays")
     infos = {name: _inspect(name, x) for name, x in named.items()}

@@ -16,7 +16,7 @@ from ..problem.arrays import FLOAT_NAMES, HOST, ArrayInfo, brief, inspect
 from ..problem.checks import check_apart, clamp_offset, optional_array, parse_causal, parse_integer
 from ..problem.describe import describe_attention
 from ..problem.hints import check_options
-from ..problem.problem import Problem
+from ..problem.problem import HEAD_ARRAYS, Problem
 from ..problem.signatures import Causal, FloatDtype, Precision, Window
 from ..problem.signatures import Real as RealLike
 from ..settings import settings
@@ -325,6 +325,7 @@ def _common(problem: Problem, infos: dict[str, ArrayInfo]) -> dict[str, Any]:
         "scale": problem.scale,
         "softcap": traits.softcap,
         "precision": traits.precision,
+        **{f"whether there are {name}": getattr(traits, name) for name in HEAD_ARRAYS},
         "kind of arrays": "NumPy" if infos["q"].device == HOST else "GPU",
     }
 

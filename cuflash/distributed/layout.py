@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -60,12 +60,6 @@ def _cut(at: int, start: int, length: int, num_parts: int) -> list[Segment]:
     short, longer = divmod(length, num_parts)
     edges = [i * short + min(i, longer) for i in range(num_parts + 1)]
     return [Segment(at + low, start + low, high - low) for low, high in pairwise(edges)]
-
-
-def meeting_order(part: int, num_parts: int) -> Iterator[int]:
-    """Parts of keys in the order in which those of queries meet them: their own, then from one to the one before."""
-    for distance in range(num_parts):
-        yield (part - distance) % num_parts
 
 
 def seen_keys(queries: Segment, keys: Segment, offset: int, window: tuple[int | None, int | None]) -> Segment:

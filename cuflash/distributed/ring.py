@@ -18,7 +18,7 @@ from ..problem.arrays import HOST, ITEMSIZE
 from ..problem.states import State
 from ..states import attend, empty_state, merge, reset, rows_of
 from .agree import Link
-from .layout import Part, Segment, as_one, meeting_order, put_rows, rows_of_part, see_alike, seen_keys
+from .layout import Part, Segment, as_one, put_rows, rows_of_part, see_alike, seen_keys
 
 SCRATCH_BYTES_ON_GPU, SCRATCH_BYTES_ON_HOST = 2**26, 2**22
 """Of the state of the queries that meet some keys at a time. On the host MPI gets to work in between."""
@@ -124,6 +124,7 @@ def walk(task: Task, link: Link) -> State:
             _meet(task, met, part_q, part_k, keys, exchange)
         if exchange is not None:
             exchange.wait()
+            exchange = None  # with the copies that were sent, before the next ones are made
         keys = arriving
     for part_q, part_k in _meetings(task, link, link.rank, last=True):
         _meet(task, met, part_q, part_k, own, None)
@@ -137,16 +138,14 @@ def walk(task: Task, link: Link) -> State:
 def _meetings(task: Task, link: Link, source: int, last: bool) -> Iterator[tuple[Part, Part]]:
     """Parts of one's queries and those of a rank's keys that they meet, in order.
 
-    The order is `meeting_order`, from each part to the one before it: of one's own keys those behind the queries come
-    `last`, when all others have been met.
+    The order is from each part to the one before it, and from the first of all to the last: of one's own keys those
+    behind the queries come `last`, when all others have been met.
     """
-    per_rank = len(task.parts_k[0])
-    first_q, first_k = link.rank * per_rank, source * per_rank
+    parts_k = task.parts_k[source]
     for i, part_q in enumerate(task.parts_q[link.rank]):
-        for j in meeting_order(first_q + i, per_rank * link.size):
-            if j // per_rank != source or (source == link.rank and last != (j > first_q + i)):
-                continue
-            yield part_q, task.parts_k[source][j - first_k]
+        found = parts_k if source != link.rank else parts_k[i + 1 :] if last else parts_k[: i + 1]
+        for part_k in reversed(found):
+            yield part_q, part_k
 
 
 def _meet(task: Task, met: Met, part_q: Part, part_k: Part, keys: Keys, exchange: Any) -> None:

@@ -26,7 +26,7 @@ from .arrays import (
     overlaps_itself,
     share_memory,
 )
-from .hints import axes_hint, dtype_hint
+from .hints import axes_hint, dtype_hint, rows_hint
 
 MAX_HEAD_DIM = 512
 MOST_BITS = 4096
@@ -47,11 +47,11 @@ def operands(**arrays: Any) -> dict[str, ArrayInfo]:
     q_info = infos["q"]
     for name, info in infos.items():
         if info.dtype not in FLOAT_NAMES:
-            raise TypeError(f"{name} has dtype {info.dtype}, expected float16, bfloat16, float32 or float64")
+            expected = f"float16, bfloat16, float32 or float64{dtype_hint(name, info.dtype)}"
+            raise TypeError(f"{name} has dtype {info.dtype}, expected {expected}")
         if len(info.shape) < 2:
-            raise ValueError(
-                f"{name} has shape {info.shape}, expected (..., heads, sequence, feature) or (sequence, feature)"
-            )
+            expected = f"(..., heads, sequence, feature) or (sequence, feature){rows_hint(name, info.shape)}"
+            raise ValueError(f"{name} has shape {info.shape}, expected {expected}")
         if info.device != q_info.device:
             same_device(name, info, "q", q_info)
         if info.dtype != q_info.dtype:

@@ -113,12 +113,21 @@ def _hint(function: str, name: str, known: frozenset[str]) -> str:
 
 
 def dtype_hint(name: str, dtype: str) -> str:
-    """Say how masks of other kinds go in."""
+    """Say how arrays of other kinds go in."""
+    if dtype.endswith("(byte-swapped)"):
+        return f"; pass {name}.astype({name}.dtype.newbyteorder('='))"
     if name == "mask" and dtype in FLOAT_NAMES:
         return "; what is added to the scores goes in as bias"
     if name == "mask" and dtype in INTEGER_NAMES:
         return "; if 1 is to attend, pass mask.astype(bool)"
-    return "; what hides where it is False goes in as mask" if (name, dtype) == ("bias", "bool") else ""
+    if (name, dtype) == ("bias", "bool"):
+        return "; what hides where it is False goes in as mask"
+    return f"; pass {name}.astype(np.float32)" if name in ("q", "k", "v", "bias") and dtype in INTEGER_NAMES else ""
+
+
+def rows_hint(name: str, shape: tuple[int, ...]) -> str:
+    """Say how rows of one number go in."""
+    return f"; if each row has one feature, pass {name}[:, None]" if len(shape) == 1 else ""
 
 
 def axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str:
@@ -127,12 +136,14 @@ def axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str
         return f"; pass {name}[..., 0, 0]"
     if len(target) > 2 and shape == (*target[:-2], target[-1]):
         return f"; if it is one row for all queries of a head, pass {name}[..., None, :]"
+    if len(target) > 2 and shape[-2:] == (target[-3],) * 2:
+        return "; if the arrays are (batch, sequence, heads, feature), pass x.swapaxes(-3, -2) of each"
     if len(target) < 4:
         return ""
     colons = ":, " * (len(target) - 3)
     if shape == (*target[:-3], target[-1]):
         return f"; if it is one row for all queries of a batch, pass {name}[{colons}None, None, :]"
-    if shape == (*target[:-3], *target[-2:]):
+    if shape in ((*target[:-3], *target[-2:]), (*target[:-3], 1, target[-1])):
         return f"; if all heads of a batch share it, pass {name}[{colons}None, :, :]"
     if shape == (prod(target[:-2]), *target[-2:]):
         return f"; if its first axis has the heads of all batches, pass {name}.reshape{target}"

@@ -16,8 +16,9 @@ import cuflash
 import cuflash.plan.build
 import cuflash.plan.plan
 from cuflash import attention, attention_varlen, attention_with_kv_cache, explain, options, warmup
+from cuflash.__main__ import main
 from cuflash.gpu import installed
-from cuflash.gpu.compile import compile_offline, source_digest
+from cuflash.gpu.compile import KernelCompileError, compile_offline, source_digest
 from cuflash.plan.plan import Plan, make_plan
 from cuflash.plan.table import KERNELS, device_of
 from cuflash.problem.describe import describe_attention
@@ -103,6 +104,28 @@ def test_predictions_say_why_it_is_this_tile(seqlen_q: int, capability: int, dty
         assert (str(plan.tile), plan.num_splits) == (one.tile, one.num_splits)
     splits = f" of {best.num_splits} splits" if best.num_splits > 1 else ""
     assert re.search(rf"\n  time model     {best.tile}{splits} [\d.]+ us, ", str(found))
+
+
+def test_registers_of_nothing_that_is_launched() -> None:
+    q, k = StandIn((0, 8, 100, 64)), StandIn((0, 8, 100, 64))
+    assert "\n  registers      none: nothing is launched\n" in str(explain(attention, q, k, k, device=90))
+
+
+def test_source_that_does_not_compile_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is no lack of a compiler."""
+
+    def refuse(program: Any, arch: str) -> Any:
+        raise KernelCompileError("expected a ';'")
+
+    monkeypatch.setattr(explain_module, "compiles_for", lambda arch: True)
+    monkeypatch.setattr(explain_module, "_compiled_resources", refuse)
+    x = StandIn((2, 8, 100, 64))
+    with pytest.raises(KernelCompileError, match="expected a ';'"):
+        explain(attention, x, x, x, device=90)
+    assert main(["explain", "--q", "2,8,100,64", "--device", "90"]) == 1
+    assert capsys.readouterr().err == "KernelCompileError: expected a ';'\n"
 
 
 def test_nothing_is_predicted_where_nothing_is_weighed() -> None:

@@ -172,6 +172,20 @@ REQUIRED = [
         for name, shape in (("q", (2, 4, 8)), ("k", (2, 4, 8)), ("v", (2, 4, 8)))
         for made in wrong_dtypes(name, FLOATS, ODD_FLOATS, (np.int32, np.uint8, np.bool_, np.complex64), *shape)
     ),
+    bad(
+        "q-points",
+        ValueError,
+        ("q has shape (9,), expected", "if each row has one feature, pass q[:, None]"),
+        given(q=zeros(9)),
+    ),
+    bad("q-integers", TypeError, (FLOATS, "; pass q.astype(np.float32)"), given(q=zeros(2, 4, 8, dtype=np.int64))),
+    bad(
+        "v-swapped",
+        TypeError,
+        (FLOATS, "; pass v.astype(v.dtype.newbyteorder('='))"),
+        given(v=zeros(2, 4, 8, dtype=SWAPPED_FLOAT)),
+        host_only=True,
+    ),
     *(
         bad(f"{name}-mixed-{dtype}", TypeError, (f"{name} has dtype {dtype} but q has float32",), astype(name, dtype))
         for name in ("k", "v")
@@ -466,6 +480,7 @@ DENSE = [
             ("mask", np.float32, "expected bool (True = attend); what is added to the scores goes in as bias"),
             ("mask", np.int64, "expected bool (True = attend); if 1 is to attend, pass mask.astype(bool)"),
             ("bias", bool, "expected a float dtype; what hides where it is False goes in as mask"),
+            ("bias", np.int32, "expected a float dtype; pass bias.astype(np.float32)"),
         )
     ),
     *(
@@ -476,7 +491,18 @@ DENSE = [
             given(**{name: zeros(*shape, dtype=dtype)}),
         )
         for name, dtype in (("mask", bool), ("bias", np.float32))
-        for shape, index in (((2, 7), ":, None, None, :"), ((2, 5, 7), ":, None, :, :"), ((2, 4, 7), "..., None, :"))
+        for shape, index in (
+            ((2, 7), ":, None, None, :"),
+            ((2, 5, 7), ":, None, :, :"),
+            ((2, 1, 7), ":, None, :, :"),
+            ((2, 4, 7), "..., None, :"),
+        )
+    ),
+    bad(
+        "mask-of-tokens-that-lie-where-heads-do",
+        ValueError,
+        ("mask has shape (4, 4), expected one that broadcasts to (2, 4, 5, 7); if the", "pass x.swapaxes(-3, -2)"),
+        given(mask=zeros(4, 4, dtype=bool)),
     ),
     bad(
         "bias-of-all-heads",

@@ -318,6 +318,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "zigzag"}, "layout is zigzag on rank 1"),
     "query_offset": ({"query_offset": 3}, "query_offset is 3 on rank 1, expected None as on rank 0"),
     "num_parts": ({"num_parts": 3}, "num_parts is 3 on rank 1"),
+    "sinks": ({"sinks": np.zeros(2)}, "whether there are sinks is True on rank 1, expected False as on rank 0"),
 }
 
 
