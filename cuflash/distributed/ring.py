@@ -143,6 +143,8 @@ def _meetings(task: Task, link: Link, source: int, last: bool) -> Iterator[tuple
     """
     parts_k = task.parts_k[source]
     for i, part_q in enumerate(task.parts_q[link.rank]):
+        if not any(segment.length for segment in part_q):
+            continue
         found = parts_k if source != link.rank else parts_k[i + 1 :] if last else parts_k[: i + 1]
         for part_k in reversed(found):
             yield part_q, part_k
