@@ -14,8 +14,8 @@ from .cpu.execute import check_settings
 from .dense import attention, attention_lse
 from .explanation import Explanation
 from .gated import chunk_gated_delta_rule, chunk_gated_output, recurrent_gated_delta_rule
-from .gpu.compile import compile_offline, compiles_for, kernel_function
-from .gpu.installed import gpu_available
+from .gpu.compile import compile_offline, kernel_function
+from .gpu.installed import compiles_for, gpu_available
 from .gpu.workspace import merge_of_splits
 from .kv_cache import attention_with_kv_cache
 from .plan.build import Program

@@ -26,16 +26,6 @@ class KernelCompileError(RuntimeError):
     """A kernel did not compile; the message says what to do about it, or holds the compiler's log."""
 
 
-def compiles_for(arch: str) -> bool:
-    """Whether there is a compiler here that knows an architecture such as `"sm_80"`."""
-    try:
-        from cupy.cuda import nvrtc
-
-        return int(arch.removeprefix("sm_")) in nvrtc.getSupportedArchs()
-    except Exception:  # there is no CuPy, or whatever its search for NVRTC raises
-        return False
-
-
 def nvrtc_version() -> tuple[int, int]:
     """Version of the compiler; a KernelCompileError says what to do where there is none."""
     missing = why_no_nvrtc()

@@ -132,6 +132,15 @@ def why_no_nvrtc() -> str:
     return ""
 
 
+def compiles_for(arch: str) -> bool:
+    """Whether there is a compiler here that knows an architecture such as `"sm_80"`."""
+    try:
+        _nvrtc().getVersion()
+        return int(arch.removeprefix("sm_")) in _nvrtc().getSupportedArchs()
+    except Exception:  # there is no CuPy, or whatever its search for NVRTC raises
+        return False
+
+
 def why_not_compiled(capability: int) -> str:
     """Why there can't be kernels for GPUs of a compute capability, and what to do about it; "" if there can."""
     missing = why_no_nvrtc()
