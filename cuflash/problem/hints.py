@@ -136,7 +136,7 @@ def axes_hint(name: str, shape: tuple[int, ...], target: tuple[int, ...]) -> str
         return f"; pass {name}[..., 0, 0]"
     if len(target) > 2 and shape == (*target[:-2], target[-1]):
         return f"; if it is one row for all queries of a head, pass {name}[..., None, :]"
-    if len(target) > 2 and shape[-2:] == (target[-3],) * 2:
+    if name in ("bias", "mask") and target[-3] > 1 and shape[-2:] == (target[-3],) * 2:
         return "; if the arrays are (batch, sequence, heads, feature), pass x.swapaxes(-3, -2) of each"
     if len(target) < 4:
         return ""
